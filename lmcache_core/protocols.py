@@ -1,0 +1,248 @@
+"""The contracts: what a storage backend, a transfer and a view of an engine's KV must do.
+
+`StorageBackend` has the verbs every backend has. What only some can do is a `Protocol` of its own below; the node asks
+for it by `isinstance`, and no backend has methods that raise `NotImplementedError`. Everything is batched: a batch of
+one is the special case.
+
+Memory belongs to the node. A backend may touch the buffers it is given only until the coroutine it was given them in
+has ended; it never keeps them. Buffers start at a multiple of 4096 in memory and their length is a multiple of 4096,
+so `O_DIRECT` and registered memory work without a bounce.
+
+Coroutines run on the node's event loop and must not block it: blocking I/O goes to `lmcache_core.iothreads`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+__all__ = [
+    "Abortable",
+    "Chunk",
+    "ChunkKey",
+    "CountsEvents",
+    "Describes",
+    "KVView",
+    "ReadResult",
+    "RemembersUse",
+    "Scannable",
+    "Stored",
+    "StorageBackend",
+    "Usage",
+    "WriteResult",
+    "ReportsUsage",
+]
+
+
+class ChunkKey(NamedTuple):
+    """Identity of a stored chunk.
+
+    `space` is the 32-byte digest of namespace and group (what the numbers mean and how the bytes lie), `page` the
+    32-byte key of the chunk's last page, which stands for all tokens up to its end.
+    """
+
+    space: bytes
+    page: bytes
+
+
+class Chunk(NamedTuple):
+    """One chunk to write. Backends that are not `Scannable` need no more than `key` and `data`."""
+
+    key: ChunkKey
+    data: memoryview
+    """The value: bytes to give back exactly. Read only."""
+    pages: tuple[bytes, ...]
+    """Keys of the pages it holds, in order; the last is `key.page`."""
+    parent: bytes
+    """Key of the page in front of its first page; empty at the start of a prompt."""
+
+
+class ReadResult(enum.Enum):
+    """Outcome of reading one chunk."""
+
+    HIT = "hit"
+    MISS = "miss"
+    CORRUPT = "corrupt"
+    """There is a value but it is not of the size asked for, or its checksum is wrong. The caller deletes it."""
+
+
+class WriteResult(enum.Enum):
+    """Outcome of writing one chunk."""
+
+    STORED = "stored"
+    FULL = "full"
+    """There is no room for it. Nothing was stored; the caller may delete something and try again."""
+
+
+class Stored(NamedTuple):
+    """One chunk found by a scan, least recently used first."""
+
+    key: ChunkKey
+    pages: tuple[bytes, ...]
+    """Keys of the pages it holds, in order; the last is `key.page`."""
+    nbytes: int
+    """Size of the value as `read` must be given it: the whole frame, padding included."""
+    parent: bytes
+    """Key of the page in front of its first page; empty at the start of a prompt."""
+
+
+class Usage(NamedTuple):
+    """What a backend holds."""
+
+    chunks: int
+    nbytes: int
+    """Bytes of its capacity that are taken, by this owner."""
+    capacity: int | None
+    """Bytes this owner may hold now; None when unbounded. May change while running, as other owners come and go."""
+
+
+@runtime_checkable
+class StorageBackend(Protocol):
+    """Keeps chunks as opaque values of exact size under a `ChunkKey`.
+
+    All verbs may be called concurrently, also for one key. A value is visible to `contains` and `read` only when it
+    is complete, and a `read` that reports HIT has filled its buffer with exactly the bytes of one earlier `write`.
+    """
+
+    async def open(self) -> None:
+        """Connect, create what is missing and learn what is stored. May be called again after `close`, and on an
+        instance whose medium failed, to try whether it is back.
+
+        Raises:
+            BackendError: The medium cannot be used now.
+            ConfigError: The options can never work; the message says what to change.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Finish what is under way and let go of all resources. Idempotent; never raises `BackendError`."""
+        ...
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Tell for each key whether a `read` is expected to hit. Renews nothing.
+
+        Raises:
+            BackendError: It cannot be told.
+        """
+        ...
+
+    async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
+        """Fill `into[i]` with the value of `keys[i]`. A buffer whose result isn't HIT may hold anything.
+
+        Raises:
+            BackendError: The medium failed. No buffer of the call may be used.
+        """
+        ...
+
+    async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
+        """Store `chunk.data` under `chunk.key` for each chunk, replacing what is there. STORED means that it survives
+        a crash of this process if the backend is persistent at all.
+
+        Raises:
+            BackendError: The medium failed. Any of the keys may or may not be stored; the caller deletes them.
+        """
+        ...
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove values. An absent key is not an error.
+
+        Raises:
+            BackendError: The medium failed. Each key may or may not be there.
+        """
+        ...
+
+
+@runtime_checkable
+class Scannable(Protocol):
+    """Has a complete list of what it holds, at no cost of a round trip per chunk. The node indexes it at start and
+    trusts its own index from then on, so nobody else may write the same keys."""
+
+    def scan(self) -> AsyncIterator[Sequence[Stored]]:
+        """Yield everything stored in batches, least recently used first. Only after `open`."""
+        ...
+
+
+@runtime_checkable
+class RemembersUse(Protocol):
+    """Keeps the order of use over restarts."""
+
+    async def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """Record that `keys` were used, the last of them most recently. Absent keys are passed over.
+
+        Raises:
+            BackendError: The medium failed.
+        """
+        ...
+
+
+@runtime_checkable
+class ReportsUsage(Protocol):
+    """Can tell how full it is."""
+
+    def usage(self) -> Usage:
+        """What is held now. Answers at once, without I/O."""
+        ...
+
+
+@runtime_checkable
+class CountsEvents(Protocol):
+    """Counts what is worth an operator's attention, such as fallbacks to buffered I/O."""
+
+    def counters(self) -> Mapping[str, int]:
+        """Monotonic counters by name (`[a-z_]+`). Answers at once, without I/O."""
+        ...
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """Keeps a readable description of each space beside its chunks, for people who look at the medium."""
+
+    async def describe(self, space: bytes, manifest: bytes) -> None:
+        """Keep `manifest` (UTF-8 JSON) for `space`, replacing an older one.
+
+        Raises:
+            BackendError: The medium failed.
+        """
+        ...
+
+    async def manifests(self) -> dict[bytes, bytes]:
+        """All descriptions by space.
+
+        Raises:
+            BackendError: The medium failed.
+        """
+        ...
+
+
+@runtime_checkable
+class Abortable(Protocol):
+    """Cancelling one of its coroutines ends the I/O: nothing is written to a buffer afterwards. Without this the node
+    keeps a buffer out of use until a coroutine that is past its deadline has really ended."""
+
+    abortable: bool
+
+
+@runtime_checkable
+class KVView(Protocol):
+    """KV of one request as it lies in an engine's memory, seen as pages.
+
+    Page `i` of a view holds tokens `[i * page_tokens, (i + 1) * page_tokens)` of the request. Buffers are one shard
+    of a chunk's payload: `[page][layer][bytes]`, C order, starting at a multiple of 64 in memory.
+    """
+
+    def gather(self, group: int, first_page: int, pages: int, into: memoryview) -> None:
+        """Copy pages `[first_page, first_page + pages)` of cache group `group` from the engine to `into`.
+
+        Raises:
+            LayoutError: The pages are not in the view, or `into` is not of their size.
+        """
+        ...
+
+    def scatter(self, group: int, first_page: int, pages: int, source: memoryview) -> None:
+        """Copy `source` to those pages of the engine. `source` is read only.
+
+        Raises:
+            LayoutError: The pages are not in the view, or `source` is not of their size.
+        """
+        ...
