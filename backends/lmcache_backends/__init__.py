@@ -1,0 +1,1 @@
+"""Storage backends, each a plugin that loads by name on first use."""

@@ -1,0 +1,1 @@
+"""Moving KV between an engine's memory and the host pool."""
