@@ -1,0 +1,95 @@
+"""What holds for every test: nothing blocks an event loop, and a skip says what is missing."""
+
+import importlib.util
+import os
+from collections.abc import Generator, Iterator
+
+import pytest
+from blockbuster import BlockBuster, BlockBusterFunction, BlockingError
+from blockbuster import blockbuster as blockbuster_module
+
+pytest.register_assert_rewrite("lmcache_core.testing")
+
+WATCHED = ["lmcache_core", "lmcache_backends", "lmcache_transfer"]
+# The suite for backends' authors blocks on purpose: it seeds and reads data past the code under test.
+UNWATCHED = ["lmcache_core.testing"] if importlib.util.find_spec("lmcache_core.testing") else []
+
+# What moves KV to and from files, which blockbuster does not know by itself.
+FILE_IO = [
+    "builtins.open",
+    "fcntl.flock",
+    "fcntl.lockf",
+    "io.open",
+    "os.copy_file_range",
+    "os.fdatasync",
+    "os.fsync",
+    "os.ftruncate",
+    "os.open",
+    "os.posix_fallocate",
+    "os.pread",
+    "os.preadv",
+    "os.pwrite",
+    "os.pwritev",
+    "os.readv",
+    "os.sync",
+    "os.truncate",
+    "os.writev",
+]
+
+
+def watch_for_blocking_calls() -> BlockBuster:
+    watch = BlockBuster(WATCHED, excluded_modules=UNWATCHED)
+    for name in FILE_IO:
+        watch.functions[name] = BlockBusterFunction(
+            None,
+            name,
+            scanned_modules=WATCHED,
+            excluded_modules=UNWATCHED,
+            can_block_functions=[("linecache.py", {"updatecache"})],  # tracebacks in log records
+        )
+    return watch
+
+
+watch = watch_for_blocking_calls()
+
+
+@pytest.fixture(autouse=True)
+def blocking_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Fail a test in which the product makes a blocking call on a thread that runs an event loop.
+
+    The call raises, but raising is not enough: what a tier raises is a miss to everybody above it. So calls are
+    collected too. A test that blocks on purpose clears the list.
+    """
+    calls: list[str] = []
+
+    class Noted(BlockingError):
+        def __init__(self, func: str) -> None:
+            super().__init__(func)
+            calls.append(func)
+
+    monkeypatch.setattr(blockbuster_module, "BlockingError", Noted)
+    watch.activate()
+    try:
+        yield calls
+    finally:
+        watch.deactivate()
+    if calls:
+        pytest.fail(f"blocking calls on an event loop: {', '.join(calls)}", pytrace=False)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("needs_root") and os.geteuid() != 0:
+        pytest.skip("root is missing: this test mounts, or makes devices or namespaces")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and isinstance(report.longrepr, tuple) and not says_what_is_missing(report.longrepr[2]):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} is skipped without saying what is missing"
+    return report
+
+
+def says_what_is_missing(reason: str) -> bool:
+    return reason.removeprefix("Skipped:").strip() not in {"", "Skipped", "unconditional skip"}
