@@ -1,0 +1,36 @@
+"""Secrets never reach a screen: text that hides itself, and URLs without their passwords."""
+
+from __future__ import annotations
+
+import re
+
+MASK = "***"
+
+# Greedy: a password may hold any of `/`, `:` and `@`.
+_USERINFO = re.compile(r"://([^\s'\"]*)@")
+_PARAMETER = re.compile(r"(?i)\b([a-z_-]*(?:password|passwd|secret|token|access_?key)[a-z_-]*=)[^&\s'\"]+")
+
+
+class LooseText(str):
+    """Text from the environment or a file. It may stand for a number or a truth value, where one is expected."""
+
+    __slots__ = ()
+
+
+class MaskedText(LooseText):
+    """A secret. Ordinary text to everyone who uses it, except that its repr tells nothing."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"'{MASK}'"
+
+
+def _mask_userinfo(match: re.Match[str]) -> str:
+    user, colon, _ = match[1].partition(":")
+    return f"://{user}:{MASK}@" if colon else f"://{MASK}@"
+
+
+def mask_url(text: str) -> str:
+    """`text` with the passwords of all URLs in it replaced."""
+    return _PARAMETER.sub(rf"\g<1>{MASK}", _USERINFO.sub(_mask_userinfo, text))

@@ -1,0 +1,130 @@
+"""The settings, one struct a section. A field's docstring is its documentation everywhere.
+
+Build them directly in code, or read them from YAML with `load_config`. Values are checked by `load_config`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from lmcache_core.config.masking import mask_url
+from lmcache_core.units import ByteSize, Duration, Secret
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Policy = Literal["lru", "s3fifo"]
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A section whose repr is safe to log."""
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={self._safe(name)}" for name in self.__struct_fields__)
+        return f"{type(self).__name__}({values})"
+
+    def _safe(self, name: str) -> str:
+        return mask_url(repr(getattr(self, name)))
+
+
+class CpuConfig(_Section, frozen=True, forbid_unknown_fields=True):
+    """The host pool: the memory that all chunks pass through and where the most useful of them stay."""
+
+    capacity: ByteSize = 4 * 2**30
+    """Memory taken from this host, once per node and not once per rank."""
+    hugepages: bool = False
+    """Back the pool with 2 MiB pages. The kernel must have them reserved."""
+    policy: Policy = "lru"
+    """Which chunks leave first when the pool is full: the least recently used (`lru`), or those used only once
+    (`s3fifo`)."""
+
+
+class BreakerConfig(_Section, frozen=True, forbid_unknown_fields=True):
+    """When a failing tier is left alone, and for how long."""
+
+    failures: Count = 3
+    """Failures in a row after which the tier is left alone and its chunks count as misses."""
+    cooldown: Duration = 1.0
+    """Time until one operation probes whether the tier is back. Doubles with each probe that fails."""
+    max_cooldown: Duration = 30.0
+    """Longest time between two probes."""
+
+
+class TierConfig(_Section, frozen=True, forbid_unknown_fields=True):
+    """One storage tier below the host pool. The backend's own options stand beside these keys."""
+
+    backend: str
+    """Which backend plugin keeps the chunks: `disk`, or the name of any installed plugin."""
+    name: str = ""
+    """Name in logs and metrics. Must be unique; by default the backend's name."""
+    capacity: ByteSize | None = None
+    """Bytes this tier may hold. Some backends need it; without it a tier is bounded by its medium only."""
+    write: Literal["through", "evict", "never"] = "through"
+    """When chunks are written: at once (`through`), when they leave the host pool (`evict`), or `never`, which makes
+    the tier read only."""
+    admit: Literal["always", "second-touch"] = "always"
+    """Which chunks are written: `always` all, or only those that were asked for a second time (`second-touch`), which
+    spares flash memory."""
+    policy: Policy = "lru"
+    """Which chunks leave first when the tier is full: `lru` or `s3fifo`, as in the host pool."""
+    read_timeout: Duration = 2.0
+    """Deadline of one load. Afterwards the chunk is a miss and is computed."""
+    write_timeout: Duration = 30.0
+    """Deadline of one store. Afterwards the chunk counts as not stored."""
+    concurrency: Count = 4
+    """Operations under way at once."""
+    breaker: BreakerConfig = BreakerConfig()
+    """When the tier is left alone after failures."""
+    quarantine: ByteSize = 2**30
+    """Bytes in buffers whose I/O is past its deadline before the tier counts as down."""
+    options: Any = None
+    """The backend's own options, an instance of the struct its plugin declares. Not a key of the file."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            msgspec.structs.force_setattr(self, "name", self.backend)
+
+    def _safe(self, name: str) -> str:
+        # A plugin's struct may print its passwords.
+        return "..." if name == "options" and self.options is not None else super()._safe(name)
+
+
+class MetricsConfig(_Section, frozen=True, forbid_unknown_fields=True):
+    """The Prometheus endpoint of this node."""
+
+    enabled: bool = False
+    """Serve `/metrics` over HTTP."""
+    host: str = "127.0.0.1"
+    """Address to listen on; `0.0.0.0` for all."""
+    port: Port = 9464
+    """Port to listen on; 0 takes a free one."""
+
+
+class Config(_Section, frozen=True, forbid_unknown_fields=True):
+    """Everything a node can be told."""
+
+    chunk_tokens: Count = 256
+    """Tokens stored and moved as one chunk. A multiple of `page_tokens`."""
+    page_tokens: Count = 64
+    """Tokens of the smallest unit that can be found again. Raised to the engine's block size where that is larger."""
+    cpu: CpuConfig = CpuConfig()
+    """The host pool."""
+    tiers: tuple[TierConfig, ...] = ()
+    """Storage tiers below the host pool, fastest first."""
+    salt: Secret = ""
+    """Tenant secret that goes into every key: nodes with another salt share nothing. Empty shares with all."""
+    metrics: MetricsConfig = MetricsConfig()
+    """The Prometheus endpoint."""
+    lease_timeout: Duration = 30.0
+    """How long a lookup keeps what it promised before the chunks may be evicted unread."""
+    retention_tokens: Count = 4096
+    """Distance in tokens between the points of a long prompt at which sliding-window and recurrent state is kept."""
+    layout: Literal["native", "canonical"] = "native"
+    """How KV is stored: the engine's own bytes (`native`, fastest), or in one layout that engines can share
+    (`canonical`)."""
+    log_interval: Duration = 10.0
+    """At most one log line per kind of fault in this time."""
+
+    def _safe(self, name: str) -> str:
+        return "'***'" if name == "salt" and self.salt else super()._safe(name)
