@@ -132,7 +132,7 @@ def fields_of(struct: type[msgspec.Struct]) -> tuple[Field, ...]:
 
 
 def _default(info: msgspec.structs.FieldInfo) -> object:
-    return info.default_factory() if info.default is msgspec.NODEFAULT else info.default  # type: ignore[operator]
+    return info.default_factory() if info.default is msgspec.NODEFAULT else info.default
 
 
 def _docstrings(struct: type) -> dict[str, str]:

@@ -1,0 +1,221 @@
+"""Backends and transfers by name: found in the metadata of installed packages, imported on first use.
+
+Built-in plugins and third parties' come through the same door. Each plugin has a plugin manager of its own, so a hook
+call reaches exactly the plugin that was named and no other can answer for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.metadata
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import pluggy
+
+from lmcache_core import hookspecs
+from lmcache_core.config.fields import Field, fields_of
+from lmcache_core.config.structs import TierConfig
+from lmcache_core.errors import PluginError
+from lmcache_core.protocols import StorageBackend
+
+if TYPE_CHECKING:
+    from lmcache_core.protocols import Transfer
+
+__all__ = [
+    "BackendInfo",
+    "BackendPlugin",
+    "TransferPlugin",
+    "list_backends",
+    "load_backend",
+    "load_transfer",
+]
+
+BACKENDS = "lmcache_core.backends"
+TRANSFERS = "lmcache_core.transfers"
+
+_DISTRIBUTION = "lmcache-core"
+# Names people may expect, and the extra that brings what they need if this version has it.
+_EXTRAS = {"redis": "redis", "valkey": "redis", "s3": "s3", "nfs": "nfs", "gds": "gds", "mooncake": "mooncake"}
+# What a tier understands itself. `capacity` is for both: the node evicts by it, and a backend may want to know it.
+_TIER_KEYS = frozenset(field.key for field in fields_of(TierConfig)) - {"capacity"}
+
+
+class BackendPlugin(NamedTuple):
+    """A backend that can be created."""
+
+    name: str
+    options_type: type[msgspec.Struct]
+    create: Callable[[Any], StorageBackend]
+    """Takes an instance of `options_type`. Raises `ConfigError` if the options contradict each other."""
+
+
+class TransferPlugin(NamedTuple):
+    """A transfer that can be created."""
+
+    name: str
+    create: Callable[[Mapping[str, Any]], Transfer]
+
+
+class BackendInfo(NamedTuple):
+    """An installed backend, for people."""
+
+    name: str
+    distribution: str
+    version: str
+    options: tuple[Field, ...]
+    error: str | None
+    """Why it can't be used; None if it can."""
+
+
+@functools.cache
+def load_backend(name: str) -> BackendPlugin:
+    """The backend plugin of that name.
+
+    Raises:
+        PluginError: It isn't installed, or what is installed is broken; the message says what to do.
+    """
+    plugin = _Plugin(BACKENDS, name, needs=("lmcache_backend_options", "lmcache_create_backend"))
+    try:
+        options_type = plugin.call("lmcache_backend_options")
+    except Exception as failure:
+        raise plugin.error(f"lmcache_backend_options failed: {type(failure).__name__}: {failure}") from failure
+    if not (isinstance(options_type, type) and issubclass(options_type, msgspec.Struct)):
+        raise plugin.error(f"lmcache_backend_options returned {options_type!r}; it must return a msgspec.Struct type")
+    if not options_type.__struct_config__.forbid_unknown_fields:
+        raise plugin.error(f"declare {options_type.__name__} with forbid_unknown_fields=True: typing errors must show")
+    if taken := sorted(_TIER_KEYS & {field.key for field in fields_of(options_type)}):
+        raise plugin.error(f"option {taken[0]!r} is a key of every tier; rename it")
+
+    def create(options: Any) -> StorageBackend:
+        backend = plugin.call("lmcache_create_backend", options=options)
+        if not isinstance(backend, StorageBackend):
+            verbs = ("open", "close", "contains", "read", "write", "delete")
+            lacking = [verb for verb in verbs if not hasattr(backend, verb)]
+            raise plugin.error(f"lmcache_create_backend returned a {type(backend).__name__} without {lacking}")
+        return backend
+
+    return BackendPlugin(name, options_type, create)
+
+
+@functools.cache
+def load_transfer(name: str) -> TransferPlugin:
+    """The transfer plugin of that name.
+
+    Raises:
+        PluginError: It isn't installed, or what is installed is broken; the message says what to do.
+    """
+    plugin = _Plugin(TRANSFERS, name, needs=("lmcache_create_transfer",))
+
+    def create(options: Mapping[str, Any]) -> Transfer:
+        transfer: Transfer = plugin.call("lmcache_create_transfer", options=options)
+        if transfer is None:
+            raise plugin.error("lmcache_create_transfer returned None")
+        return transfer
+
+    return TransferPlugin(name, create)
+
+
+def list_backends() -> list[BackendInfo]:
+    """All installed backends by name, also those that can't be used. Imports every one of them."""
+    result = []
+    for name, entries in sorted(_installed(BACKENDS).items()):
+        options: tuple[Field, ...] = ()
+        error = None
+        try:
+            options = fields_of(load_backend(name).options_type)
+        except PluginError as broken:
+            error = str(broken)
+        distributions = ", ".join(_distribution(entry) for entry in entries)
+        versions = ", ".join(entry.dist.version if entry.dist else "?" for entry in entries)
+        result.append(BackendInfo(name, distributions, versions, options, error))
+    return result
+
+
+class _Plugin:
+    """One plugin, alone in its manager."""
+
+    def __init__(self, group: str, name: str, needs: Iterable[str]) -> None:
+        self._kind = "backend" if group == BACKENDS else "transfer"
+        self._name = name
+        self._entry = _find(group, name)
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        plugin = self._import()
+        self._check_names(plugin)
+        try:
+            self._manager.register(plugin, name=name)
+        except pluggy.PluginValidationError as invalid:
+            raise self.error(str(invalid)) from invalid
+        for hook in needs:
+            if not getattr(self._manager.hook, hook).get_hookimpls():
+                raise self.error(f"it has no hook {hook}; define it and mark it with @lmcache_core.hookspecs.hookimpl")
+
+    def error(self, problem: str) -> PluginError:
+        return PluginError(
+            f"{self._kind} {self._name!r} ({self._entry.value}, from {_distribution(self._entry)}): {problem}"
+        )
+
+    def call(self, hook: str, **arguments: object) -> Any:
+        return getattr(self._manager.hook, hook)(**arguments)
+
+    def _import(self) -> object:
+        try:
+            return self._entry.load()
+        except Exception as failure:  # A stranger's module may raise anything; it must not stop the others.
+            advice = f"; {_advice(self._name)}" if isinstance(failure, ImportError) and self._name in _EXTRAS else ""
+            raise self.error(f"cannot be imported: {type(failure).__name__}: {failure}{advice}") from failure
+
+    def _check_names(self, plugin: object) -> None:
+        known = [name for name in vars(hookspecs) if name.startswith("lmcache_")]
+        for name in dir(plugin):
+            marked = self._manager.parse_hookimpl_opts(plugin, name) is not None
+            if marked and name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+                raise self.error(f"there is no hook {name!r}; {advice}")
+            if name in known and not marked:
+                raise self.error(f"{name} is not marked as a hook; mark it with @lmcache_core.hookspecs.hookimpl")
+
+
+def _installed(group: str) -> dict[str, list[EntryPoint]]:
+    """Entry points of a group by name. One that a distribution lists twice alike counts once."""
+    found: dict[str, dict[tuple[str, str], EntryPoint]] = {}
+    for entry in importlib.metadata.entry_points(group=group):
+        found.setdefault(entry.name, {}).setdefault((_distribution(entry), entry.value), entry)
+    return {name: list(entries.values()) for name, entries in found.items()}
+
+
+def _find(group: str, name: str) -> EntryPoint:
+    installed = _installed(group)
+    kind = "backend" if group == BACKENDS else "transfer"
+    entries = installed.get(name, [])
+    if not entries:
+        near = difflib.get_close_matches(name, installed, n=1)
+        hints = [f"did you mean {near[0]!r}?"] if near else []
+        hints.append(f"installed are: {', '.join(sorted(installed)) or 'none'}")
+        if group == BACKENDS and name in _EXTRAS:
+            hints.append(_advice(name))
+        raise PluginError(f"there is no {kind} {name!r}; {'; '.join(hints)}")
+    if len(entries) > 1:
+        owners = " and ".join(f"{_distribution(entry)} ({entry.value})" for entry in entries)
+        raise PluginError(f"{kind} {name!r} is provided by {owners}; uninstall all but one")
+    return entries[0]
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist else "unknown distribution"
+
+
+def _advice(name: str) -> str:
+    extra = _EXTRAS[name]
+    try:
+        offered = importlib.metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
+    except importlib.metadata.PackageNotFoundError:
+        offered = []
+    if extra in offered:
+        return f"to install what it needs: pip install '{_DISTRIBUTION}[{extra}]'"
+    return f"this version of {_DISTRIBUTION} does not bring it; install a package that provides the backend {name!r}"

@@ -1,0 +1,233 @@
+"""Plugins are found in real distribution metadata, alone with their hooks, and every mistake is told by name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from lmcache_core.errors import PluginError
+from lmcache_core.plugins import BackendInfo, list_backends, load_backend, load_transfer
+
+GOOD = """
+    from lmcache_core.hookspecs import hookimpl
+    from lmcache_core.units import ByteSize
+    import msgspec
+
+    class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        url: str
+        "Where it listens."
+        capacity: ByteSize = 2**30
+        "Bytes it may hold."
+
+    class Backend:
+        def __init__(self, options): self.options = options
+        async def open(self): ...
+        async def close(self): ...
+        async def contains(self, keys): ...
+        async def read(self, keys, into): ...
+        async def write(self, chunks): ...
+        async def delete(self, keys): ...
+
+    @hookimpl
+    def lmcache_backend_options():
+        return Options
+
+    @hookimpl
+    def lmcache_create_backend(options):
+        return Backend(options)
+"""
+
+
+class Site:
+    """A directory on `sys.path` that distributions are installed into."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.modules: list[str] = []
+
+    def install(self, distribution: str, source: str, entry_points: str) -> None:
+        module = distribution.replace("-", "_")
+        (self.root / f"{module}.py").write_text(dedent(source))
+        info = self.root / f"{module}-1.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.5\n")
+        (info / "entry_points.txt").write_text(dedent(entry_points))
+        self.modules.append(module)
+        importlib.invalidate_caches()
+
+    def backend(self, distribution: str, source: str, name: str) -> None:
+        module = distribution.replace("-", "_")
+        self.install(distribution, source, f"[lmcache_core.backends]\n{name} = {module}\n")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    site = Site(tmp_path)
+    load_backend.cache_clear()
+    load_transfer.cache_clear()
+    yield site
+    load_backend.cache_clear()
+    load_transfer.cache_clear()
+    for module in site.modules:
+        sys.modules.pop(module, None)
+
+
+def info(name: str) -> BackendInfo:
+    return next(info for info in list_backends() if info.name == name)
+
+
+def error_of(name: str) -> str:
+    with pytest.raises(PluginError) as error:
+        load_backend(name)
+    return str(error.value)
+
+
+def test_a_third_party_backend_is_loaded_by_name(site: Site) -> None:
+    site.backend("acme-kv", GOOD, "acme")
+    assert "acme_kv" not in sys.modules
+    plugin = load_backend("acme")
+    assert plugin.name == "acme"
+    options = plugin.options_type(url="x://y")
+    backend = plugin.create(options)
+    assert getattr(backend, "options") is options  # noqa: B009
+    assert load_backend("acme") is plugin
+
+
+def test_listing_shows_distribution_version_and_options(site: Site) -> None:
+    site.backend("acme-kv", GOOD, "acme")
+    found = info("acme")
+    assert (found.distribution, found.version, found.error) == ("acme-kv", "1.5", None)
+    assert [(field.key, field.type, field.default, field.description) for field in found.options] == [
+        ("url", "text", "required", "Where it listens."),
+        ("capacity", "size", "1GiB", "Bytes it may hold."),
+    ]
+
+
+def test_a_hook_call_reaches_the_named_plugin_only(site: Site) -> None:
+    site.backend("acme-one", GOOD, "one")
+    site.backend("acme-two", GOOD.replace("Options", "OtherOptions"), "two")
+    assert load_backend("one").options_type.__name__ == "Options"
+    assert load_backend("two").options_type.__name__ == "OtherOptions"
+    assert load_backend("one").options_type.__module__ == "acme_one"
+
+
+def test_an_unknown_name_lists_what_is_installed(site: Site) -> None:
+    site.backend("acme-kv", GOOD, "acme")
+    message = error_of("acmee")
+    assert "there is no backend 'acmee'; did you mean 'acme'?; installed are: acme" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("gds", "this version of lmcache-core does not bring it; install a package that provides the backend 'gds'"),
+        ("redis", "pip install 'lmcache-core[redis]'"),
+        ("valkey", "pip install 'lmcache-core[redis]'"),
+        ("s3", "pip install 'lmcache-core[s3]'"),
+    ],
+)
+def test_a_known_name_says_what_to_install(site: Site, name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.backend("acme-kv", GOOD, "acme")
+    own = site.root / "lmcache_core-9.dist-info"
+    own.mkdir()
+    (own / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: lmcache-core\nVersion: 9\nProvides-Extra: redis\nProvides-Extra: s3\n"
+    )
+    assert says in error_of(name)
+
+
+def test_two_distributions_with_one_name(site: Site) -> None:
+    site.backend("acme-one", GOOD, "acme")
+    site.backend("acme-two", GOOD, "acme")
+    message = error_of("acme")
+    assert "backend 'acme' is provided by acme-" in message
+    assert "acme-one (acme_one)" in message
+    assert "acme-two (acme_two)" in message
+    assert "uninstall all but one" in message
+    assert info("acme").error == message
+    assert sorted(info("acme").distribution.split(", ")) == ["acme-one", "acme-two"]
+
+
+def test_a_plugin_that_cannot_be_imported_does_not_hide_the_others(site: Site) -> None:
+    site.backend("acme-kv", GOOD, "acme")
+    site.backend("broken-kv", "raise RuntimeError('no licence')", "broken")
+    message = error_of("broken")
+    assert message == ("backend 'broken' (broken_kv, from broken-kv): cannot be imported: RuntimeError: no licence")
+    assert info("broken").error == message
+    assert info("acme").error is None
+    assert load_backend("acme").name == "acme"
+
+
+def test_a_missing_dependency_of_a_known_name_says_which_extra(site: Site) -> None:
+    site.backend("lmcache-fake", "import no_such_client", "s3")
+    message = error_of("s3")
+    assert "ModuleNotFoundError: No module named 'no_such_client'" in message
+    assert "lmcache-core" in message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (
+            "def lmcache_create_backend",
+            "def lmcache_create_backnd",
+            "there is no hook 'lmcache_create_backnd'; did you mean 'lmcache_create_backend'?",
+        ),
+        ("def lmcache_create_backend", "def make_it", "there is no hook 'make_it'"),
+        (
+            "@hookimpl\n    def lmcache_create_backend",
+            "def lmcache_create_backend",
+            "lmcache_create_backend is not marked as a hook; mark it with @lmcache_core.hookspecs.hookimpl",
+        ),
+        (
+            "@hookimpl\n    def lmcache_create_backend",
+            "def other",
+            "it has no hook lmcache_create_backend; define it",
+        ),
+        ("def lmcache_create_backend(options)", "def lmcache_create_backend(option)", "option"),
+        ("return Options", "return nonsense", "lmcache_backend_options failed: NameError: name 'nonsense'"),
+        ("return Options", "return 5", "lmcache_backend_options returned 5; it must return a msgspec.Struct type"),
+        (", forbid_unknown_fields=True", "", "declare Options with forbid_unknown_fields=True"),
+        ("url: str", "policy: str", "option 'policy' is a key of every tier; rename it"),
+    ],
+)
+def test_a_mistake_in_a_plugin_is_named(site: Site, old: str, new: str, says: str) -> None:
+    assert old in GOOD
+    site.backend("acme-kv", GOOD.replace(old, new), "acme")
+    message = error_of("acme")
+    assert message.startswith("backend 'acme' (acme_kv, from acme-kv): ")
+    assert says in message
+
+
+def test_what_is_created_must_be_a_backend(site: Site) -> None:
+    site.backend("acme-kv", GOOD.replace("async def delete(self, keys): ...", ""), "acme")
+    plugin = load_backend("acme")
+    with pytest.raises(PluginError, match=r"returned a Backend without \['delete'\]"):
+        plugin.create(plugin.options_type(url="x"))
+
+
+def test_a_failure_is_not_remembered(site: Site) -> None:
+    error_of("acme")
+    site.backend("acme-kv", GOOD, "acme")
+    assert load_backend("acme").name == "acme"
+
+
+def test_transfers_have_a_group_of_their_own(site: Site) -> None:
+    source = """
+        from lmcache_core.hookspecs import hookimpl
+
+        @hookimpl
+        def lmcache_create_transfer(options):
+            return ("transfer", options["device"])
+    """
+    site.install("acme-mover", source, "[lmcache_core.transfers]\nmover = acme_mover\n")
+    assert load_transfer("mover").create({"device": 3}) == ("transfer", 3)
+    assert "there is no backend 'mover'" in error_of("mover")
+    with pytest.raises(PluginError, match=r"there is no transfer 'moover'; did you mean 'mover'\?"):
+        load_transfer("moover")
