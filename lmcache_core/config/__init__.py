@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from lmcache_core.config.loading import LoadedConfig, load_config
     from lmcache_core.config.masking import MaskedText, mask_url
     from lmcache_core.config.migration import Migration, Note, migrate
-    from lmcache_core.config.provenance import Setting, show
+    from lmcache_core.config.provenance import Provenance, Setting, show
+    from lmcache_core.config.rules import check
 
 __all__ = [
     "BreakerConfig",
@@ -31,8 +32,10 @@ __all__ = [
     "MetricsConfig",
     "Migration",
     "Note",
+    "Provenance",
     "Setting",
     "TierConfig",
+    "check",
     "convert",
     "fields_of",
     "load_config",
@@ -49,7 +52,9 @@ _HOMES = {
     "MaskedText": "masking",
     "Migration": "migration",
     "Note": "migration",
+    "Provenance": "provenance",
     "Setting": "provenance",
+    "check": "rules",
     "convert": "conversion",
     "fields_of": "fields",
     "load_config": "loading",

@@ -31,6 +31,8 @@ class Field(NamedTuple):
     required: bool
     description: str
     secret: bool
+    default_value: object
+    """The default itself; None if there is none."""
 
 
 def unwrap(annotation: Any) -> tuple[Any, list[msgspec.Meta]]:
@@ -113,7 +115,8 @@ def fields_of(struct: type[msgspec.Struct]) -> tuple[Field, ...]:
     result = []
     for info in msgspec.structs.fields(struct):
         annotation = hints[info.name]
-        default = "required" if info.required else format_value(_default(info), annotation)
+        default_value = None if info.required else _default(info)
+        default = "required" if info.required else format_value(default_value, annotation)
         descriptions = [meta.description for meta in unwrap(annotation)[1] if meta.description]
         description = descriptions[-1] if descriptions else docstrings.get(info.name, "")
         result.append(
@@ -126,6 +129,7 @@ def fields_of(struct: type[msgspec.Struct]) -> tuple[Field, ...]:
                 required=info.required,
                 description=" ".join(description.split()),
                 secret=bool(marked(annotation, "secret")),
+                default_value=default_value,
             )
         )
     return tuple(result)

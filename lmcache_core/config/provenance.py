@@ -1,0 +1,81 @@
+"""The effective configuration with the source of each value, safe to print."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from lmcache_core.config.conversion import Key, dotted
+from lmcache_core.config.fields import Field, fields_of, format_value
+from lmcache_core.config.masking import MASK, MaskedText, mask_url
+from lmcache_core.config.structs import TierConfig
+
+if TYPE_CHECKING:
+    from lmcache_core.config.loading import LoadedConfig
+
+
+class Provenance(NamedTuple):
+    """Where values are from."""
+
+    sources: dict[Key, str]
+    """`file:line`, `environment VARIABLE` or `argument` by place; what isn't here has its default."""
+    hidden: set[Key]
+    """Places whose values came from `${env:…}` or `${file:…}`."""
+    name: str
+    """The whole configuration's name."""
+
+    def source(self, key: Key) -> str:
+        """Where the value at `key` is from: `default` if nobody set it."""
+        return self.sources.get(key, "default")
+
+    def nearest(self, key: Key) -> str:
+        """Best answer to where a person should look to change `key`, for errors."""
+        for length in range(len(key), -1, -1):
+            source = self.sources.get(key[:length])
+            if source is not None:
+                return self.name if source == "argument" else source
+        return self.name
+
+
+class Setting(NamedTuple):
+    """One effective setting."""
+
+    key: str
+    """`tiers[0].capacity`"""
+    value: str
+    """As one would write it in the YAML; secrets are masked."""
+    source: str
+    """`default`, `file:line`, `environment VARIABLE`, or `argument` for a mapping given in code."""
+
+
+def show(loaded: LoadedConfig) -> list[Setting]:
+    """Every setting that is in force, with its value and source, in the order of the documentation."""
+    return list(_walk((), loaded.config, loaded.provenance))
+
+
+def _walk(key: Key, struct: msgspec.Struct, provenance: Provenance, skip: Collection[str] = ()) -> Iterator[Setting]:
+    for field in fields_of(type(struct)):
+        if field.key in skip:
+            continue
+        here = (*key, field.key)
+        value = getattr(struct, field.attribute)
+        if isinstance(struct, TierConfig) and field.key == "options":
+            if isinstance(value, msgspec.Struct):
+                yield from _walk(key, value, provenance, skip=[generic.key for generic in fields_of(TierConfig)])
+        elif isinstance(value, msgspec.Struct):
+            yield from _walk(here, value, provenance)
+        elif isinstance(value, tuple | list) and any(isinstance(item, msgspec.Struct) for item in value):
+            for number, item in enumerate(value):
+                yield from _walk((*here, number), item, provenance)
+        else:
+            yield Setting(dotted(here), _text(here, value, field, provenance), provenance.source(here))
+
+
+def _text(key: Key, value: Any, field: Field, provenance: Provenance) -> str:
+    # A list or mapping is one setting here and may have a secret anywhere inside.
+    hidden = any(place[: len(key)] == key for place in provenance.hidden)
+    if hidden or isinstance(value, MaskedText) or (field.secret and value):
+        return MASK
+    return mask_url(format_value(value, field.annotation))

@@ -1,0 +1,80 @@
+"""What settings must fulfil together, beyond each being of its type."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from lmcache_core.config.conversion import InvalidSetting, Key, dotted
+from lmcache_core.config.structs import Config, TierConfig
+from lmcache_core.units import format_duration, format_size
+
+_SMALLEST = 2**20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def check(config: Config) -> None:
+    """Check a configuration as a whole. `load_config` has done it already; for one that was built in code.
+
+    Raises:
+        InvalidSetting: It contradicts itself; the message says what to write instead.
+    """
+    for key, problem in _problems(config):
+        raise InvalidSetting(key, f"{dotted(key)}: {problem}")
+
+
+def _problems(config: Config) -> Iterator[tuple[Key, str]]:
+    if config.chunk_tokens % config.page_tokens:
+        pages = max(1, round(config.chunk_tokens / config.page_tokens))
+        yield (
+            ("chunk_tokens",),
+            f"{config.chunk_tokens} is not a multiple of page_tokens ({config.page_tokens}); "
+            f"write {pages * config.page_tokens}",
+        )
+    yield from _capacity(("cpu", "capacity"), config.cpu.capacity, "20GiB")
+    if config.lease_timeout <= 0:
+        yield ("lease_timeout",), "must be longer than 0; write for example 30s"
+    seen: dict[str, int] = {}
+    for number, tier in enumerate(config.tiers):
+        key: Key = ("tiers", number)
+        yield from _tier(key, tier)
+        if tier.name in seen:
+            first = dotted(("tiers", seen[tier.name]))
+            yield (
+                (*key, "name"),
+                f"{tier.name!r} is already the name of {first}; write another, as in 'name: {tier.name}-2'",
+            )
+        seen.setdefault(tier.name, number)
+
+
+def _tier(key: Key, tier: TierConfig) -> Iterator[tuple[Key, str]]:
+    if not _NAME.fullmatch(tier.name):
+        yield (*key, "name"), f"{tier.name!r} is no name; write up to 64 letters, digits, '.', '_' and '-'"
+    if tier.capacity is not None:
+        yield from _capacity((*key, "capacity"), tier.capacity, "500GiB")
+    if tier.write == "never" and tier.admit != "always":
+        yield (
+            (*key, "admit"),
+            f"{tier.admit!r} says what is written, but 'write: never' writes nothing; delete one of the two",
+        )
+    for name, seconds in (("read_timeout", tier.read_timeout), ("write_timeout", tier.write_timeout)):
+        if seconds <= 0:
+            yield (*key, name), "must be longer than 0; write for example 2s"
+    breaker = tier.breaker
+    if breaker.cooldown <= 0:
+        yield (*key, "breaker", "cooldown"), "must be longer than 0; write for example 1s"
+    if breaker.max_cooldown < breaker.cooldown:
+        yield (
+            (*key, "breaker", "max_cooldown"),
+            f"{format_duration(breaker.max_cooldown)} is shorter than cooldown "
+            f"({format_duration(breaker.cooldown)}); write at least {format_duration(breaker.cooldown)}",
+        )
+
+
+def _capacity(key: Key, nbytes: int, example: str) -> Iterator[tuple[Key, str]]:
+    if nbytes < _SMALLEST:
+        yield (
+            key,
+            f"{format_size(nbytes)} cannot hold a chunk; write at least {format_size(_SMALLEST)}, with a unit, as in "
+            f"{example} (a bare number is bytes)",
+        )

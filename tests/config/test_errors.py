@@ -1,0 +1,312 @@
+"""What users get wrong: each mistake is told with file, line and key, and with what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
+
+import pytest
+
+from lmcache_core.config import load_config
+from lmcache_core.errors import ConfigError
+
+DISK = """\
+tiers:
+  - backend: fakedisk
+    path: /nvme
+    capacity: 500GiB
+"""
+
+
+class Mistake(NamedTuple):
+    """A text and what must be in the error, in this order."""
+
+    text: str
+    says: tuple[str, ...]
+
+
+MISTAKES = {
+    "unknown key in a tier": Mistake(
+        DISK + "    admitt: always\n",
+        ("tiers.yaml:5: ", "unknown key 'admitt' in tiers[0]", "did you mean 'admit'?"),
+    ),
+    "misspelt option of a backend": Mistake(
+        "tiers:\n  - backend: fakedisk\n    path: /a\n\n\n\n    capcity: 500GiB\n",
+        ("tiers.yaml:7: ", "unknown key 'capcity' in tiers[0]", "did you mean 'capacity'?"),
+    ),
+    "unknown key at the top": Mistake(
+        "cpu:\n  capacity: 1GiB\ntier: []\n", ("tiers.yaml:3: ", "unknown key 'tier'", "did you mean 'tiers'?")
+    ),
+    "unknown key in a section": Mistake(
+        "cpu:\n  size: 1GiB\n", ("tiers.yaml:2: ", "unknown key 'size' in cpu", "known are capacity, hugepages, policy")
+    ),
+    "unknown key in a nested section": Mistake(
+        DISK + "    breaker:\n      cooldwn: 1s\n",
+        ("tiers.yaml:6: ", "unknown key 'cooldwn' in tiers[0].breaker", "did you mean 'cooldown'?"),
+    ),
+    "unknown key in a section of an option": Mistake(
+        "tiers:\n- {backend: fakeremote, url: 'x://y',\n   pool: {conections: 3}}\n",
+        ("tiers.yaml:3: ", "unknown key 'conections' in tiers[0].pool", "did you mean 'connections'?"),
+    ),
+    "a key of the program it replaces": Mistake(
+        "chunk_size: 256\n", ("tiers.yaml:1: ", "unknown key 'chunk_size'", "'lmcache-core config migrate' converts")
+    ),
+    "text for a number": Mistake(
+        "chunk_tokens: many\n",
+        ("tiers.yaml:1: ", "chunk_tokens: 'many' is not possible", "write a whole number of at least 1"),
+    ),
+    "a fraction for a whole number": Mistake(
+        "page_tokens: 64.5\n", ("tiers.yaml:1: ", "page_tokens: 64.5 is not possible", "write a whole number")
+    ),
+    "zero where one is least": Mistake(
+        "page_tokens: 0\n", ("tiers.yaml:1: ", "page_tokens: 0 is not possible", "a whole number of at least 1")
+    ),
+    "a port out of range": Mistake(
+        "metrics:\n  port: 70000\n",
+        ("tiers.yaml:2: ", "metrics.port: 70000 is not possible", "whole number of at least 0 and of at most 65535"),
+    ),
+    "a number for a truth value": Mistake(
+        "cpu:\n  hugepages: 2\n", ("tiers.yaml:2: ", "cpu.hugepages: 2 is not possible", "write true or false")
+    ),
+    "a number for text": Mistake(
+        "tiers:\n- backend: fakedisk\n  path: 5\n  capacity: 1GiB\n",
+        ("tiers.yaml:3: ", "tiers[0].path: 5 is not possible", "write text; quote it"),
+    ),
+    "an unknown unit": Mistake(
+        "cpu:\n  capacity: 20 bananas\n",
+        ("tiers.yaml:2: ", "cpu.capacity: '20 bananas' is not a size", "no unit 'bananas'", "such as 512MiB, 20GiB"),
+    ),
+    "an ambiguous unit": Mistake(
+        "cpu:\n  capacity: 20G\n",
+        ("tiers.yaml:2: ", "cpu.capacity: '20G' is not a size", "write GiB (powers of 1024) or GB (powers of 1000)"),
+    ),
+    "a negative size": Mistake(
+        "cpu:\n  capacity: -1GiB\n", ("tiers.yaml:2: ", "cpu.capacity: '-1GiB'", "must not be negative", "20GiB")
+    ),
+    "a size that forgot its unit": Mistake(
+        "cpu:\n  capacity: 20\n",
+        ("tiers.yaml:2: ", "cpu.capacity: 20B cannot hold a chunk", "with a unit, as in 20GiB", "bare number is bytes"),
+    ),
+    "a tier too small for anything": Mistake(
+        "tiers:\n- backend: fakedisk\n  path: /a\n  segment: 1\n  capacity: 500\n",
+        ("tiers.yaml:5: ", "tiers[0].capacity: 500B cannot hold a chunk", "as in 500GiB"),
+    ),
+    "a bad duration": Mistake(
+        DISK + "    read_timeout: soon\n",
+        ("tiers.yaml:5: ", "tiers[0].read_timeout: 'soon' is not a duration", "such as 250ms, 2s"),
+    ),
+    "a size for a duration": Mistake(
+        DISK + "    read_timeout: 2GiB\n", ("tiers.yaml:5: ", "tiers[0].read_timeout: '2GiB'", "no unit 'GiB'", "2s")
+    ),
+    "no time at all": Mistake(
+        DISK + "    write_timeout: 0\n",
+        ("tiers.yaml:5: ", "tiers[0].write_timeout: must be longer than 0", "write for example 2s"),
+    ),
+    "a lease of no time": Mistake(
+        "lease_timeout: 0s\n", ("tiers.yaml:1: ", "lease_timeout: must be longer than 0", "for example 30s")
+    ),
+    "a misspelt choice": Mistake(
+        DISK + "    write: thru\n",
+        (
+            "tiers.yaml:5: ",
+            "tiers[0].write: 'thru' is not possible",
+            "did you mean 'through'?",
+            "through, evict, never",
+        ),
+    ),
+    "a choice that YAML takes for a truth value": Mistake(
+        DISK + "    write: off\n",
+        ("tiers.yaml:5: ", "tiers[0].write: False is not possible", "Write one of through, evict, never"),
+    ),
+    "a misspelt policy": Mistake(
+        "cpu: {policy: LRU}\n", ("tiers.yaml:1: ", "cpu.policy: 'LRU'", "did you mean 'lru'?", "lru, s3fifo")
+    ),
+    "a key twice": Mistake(
+        DISK + "    path: /other\n",
+        ("tiers.yaml:5: ", "the key 'path' in tiers[0] is already on line 3", "delete one of them"),
+    ),
+    "a key twice at the top": Mistake(
+        "cpu: {}\nsalt: a\ncpu: {}\n", ("tiers.yaml:3: ", "the key 'cpu' is already on line 1", "delete one")
+    ),
+    "chunks that are no whole pages": Mistake(
+        "page_tokens: 96\nchunk_tokens: 256\n",
+        ("tiers.yaml:2: ", "chunk_tokens: 256 is not a multiple of page_tokens (96)", "write 288"),
+    ),
+    "pages that don't divide the default chunk": Mistake(
+        "page_tokens: 100\n", ("chunk_tokens: 256 is not a multiple of page_tokens (100)", "write 300")
+    ),
+    "two tiers of one name": Mistake(
+        DISK + DISK.replace("tiers:\n", ""),
+        ("tiers.yaml:5: ", "tiers[1].name: 'fakedisk' is already the name of tiers[0]", "'name: fakedisk-2'"),
+    ),
+    "a name that would break a log line": Mistake(
+        DISK + '    name: "a\\nb"\n', ("tiers.yaml:5: ", "tiers[0].name: ", "is no name", "letters, digits")
+    ),
+    "an unknown backend": Mistake(
+        "tiers:\n  - path: /a\n    backend: fakedsk\n",
+        ("tiers.yaml:3: ", "tiers[0].backend: there is no backend 'fakedsk'", "did you mean 'fakedisk'?", "installed"),
+    ),
+    "no backend": Mistake(
+        "tiers:\n  - path: /a\n",
+        ("tiers.yaml:2: ", "tiers[0] lacks the key 'backend'", "write 'backend: NAME', installed are: ", "fakedisk"),
+    ),
+    "a required option is missing": Mistake(
+        "tiers:\n\n  - backend: fakedisk\n    capacity: 1TiB\n",
+        ("tiers.yaml:3: ", "tiers[0] lacks the key 'path' (text): Directory of the chunks."),
+    ),
+    "options that contradict each other": Mistake(
+        "tiers:\n  - backend: fakedisk\n    path: /a\n    capacity: 2MiB\n",
+        ("tiers.yaml:2: ", "tiers[0]: segment is larger than capacity; write a smaller segment"),
+    ),
+    "never written and admitted at the second touch": Mistake(
+        DISK + "    write: never\n    admit: second-touch\n",
+        ("tiers.yaml:6: ", "tiers[0].admit: 'second-touch' says what is written", "delete one of the two"),
+    ),
+    "a breaker with times the wrong way round": Mistake(
+        DISK + "    breaker:\n      cooldown: 10s\n      max_cooldown: 1s\n",
+        ("tiers.yaml:7: ", "tiers[0].breaker.max_cooldown: 1s is shorter than cooldown (10s)", "at least 10s"),
+    ),
+    "no variable of that name": Mistake(
+        "cpu: {}\nsalt: ${env:TENANT_SALT}\n",
+        ("tiers.yaml:2: ", "salt: the environment variable TENANT_SALT is not set"),
+    ),
+    "no file of that name": Mistake(
+        "salt: ${file:/no/such/file}\n",
+        ("tiers.yaml:1: ", "salt: ${file:/no/such/file}: cannot be read: No such file or directory"),
+    ),
+    "a file by a relative path": Mistake(
+        "salt: ${file:secret}\n", ("tiers.yaml:1: ", "salt: ${file:secret}: write the whole path", "'/'")
+    ),
+    "a reference of another form": Mistake(
+        "salt: ${TENANT_SALT}\n", ("tiers.yaml:1: ", "salt: ${TENANT_SALT} is no reference", "write ${env:NAME}")
+    ),
+    "a reference without an end": Mistake(
+        "salt: ${env:TENANT\n", ("tiers.yaml:1: ", "salt: ${env:TENANT is no reference", "write ${env:NAME}")
+    ),
+    "no YAML": Mistake(
+        "cpu:\n  capacity: 1GiB\n tiers: []\n", ("tiers.yaml:3: ", "not YAML: ", "look at this line and the one before")
+    ),
+    "an open quote": Mistake("salt: 'abc\ncpu: {}\n", ("tiers.yaml:", "not YAML: ", "quoted scalar")),
+    "a tab": Mistake("cpu:\n\tcapacity: 1GiB\n", ("tiers.yaml:2: ", "a tab; indent with spaces")),
+    "a character that is none": Mistake("cpu: {}\nsalt: a\0b\n", ("tiers.yaml:2: ", "does not allow")),
+    "two documents": Mistake("cpu: {}\n---\ncpu: {}\n", ("tiers.yaml:2: ", "a second document starts", "one document")),
+    "a list at the top": Mistake(
+        "- backend: fakedisk\n", ("tiers.yaml:1: ", "the top level is a list", "write 'tiers:' above it")
+    ),
+    "text at the top": Mistake(
+        "hello\n", ("tiers.yaml:1: ", "the top level must be a mapping of keys to values", "'hello'")
+    ),
+    "tiers as a mapping": Mistake(
+        "tiers:\n  backend: fakedisk\n",
+        ("tiers.yaml:1: ", "tiers must be a list, not the mapping", "start each entry with '- '"),
+    ),
+    "a tier that is only a name": Mistake(
+        "tiers:\n  - fakedisk\n", ("tiers.yaml:2: ", "tiers[0] must be a mapping", "'fakedisk'")
+    ),
+    "a section that is a value": Mistake(
+        "cpu: 20GiB\n", ("tiers.yaml:1: ", "cpu must be a mapping of keys to values, not the text '20GiB'")
+    ),
+    "a key without a value": Mistake(
+        "cpu:\n  capacity:\n", ("tiers.yaml:2: ", "cpu.capacity has no value", "write one (size) or delete it")
+    ),
+    "a key that is a number": Mistake("cpu:\n  5: 1\n", ("tiers.yaml:2: ", "the key 5 in cpu is no text")),
+    "a list for a value": Mistake(
+        "page_tokens: [64]\n", ("tiers.yaml:1: ", "page_tokens: [64] is not possible", "write a whole number")
+    ),
+    "a merge key": Mistake("cpu:\n  <<: {capacity: 1GiB}\n", ("tiers.yaml:2: ", "merge keys", "write the keys out")),
+    "a Python object": Mistake(
+        "cpu: !!python/object/apply:os.system ['true']\n", ("tiers.yaml:1: ", "tag", "not allowed; delete it")
+    ),
+    "the options of a tier as a section": Mistake(
+        DISK + "    options: {direct: true}\n", ("tiers.yaml:5: ", "unknown key 'options' in tiers[0]")
+    ),
+}
+
+
+def message_of(text: str) -> str:
+    Path("tiers.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(Path("tiers.yaml"), env={})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("mistake", [pytest.param(mistake, id=name) for name, mistake in MISTAKES.items()])
+def test_a_mistake_is_told_by_file_line_key_and_remedy(mistake: Mistake) -> None:
+    message = message_of(mistake.text)
+    assert message.startswith("tiers.yaml")
+    place = 0
+    for part in mistake.says:
+        assert part in message[place:], f"{part!r} should follow in {message!r}"
+        place = message.index(part, place) + len(part)
+    assert "\n" not in message
+
+
+def test_an_alias_bomb_ends_early() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    message = message_of("\n".join(lines))
+    assert "more than 20000 values (aliases count each time they are used)" in message
+
+
+def test_an_alias_to_itself_ends_early() -> None:
+    assert "nested deeper than 32 levels" in message_of("cpu: &a {capacity: *a}\n")
+
+
+def test_deep_nesting_ends_early() -> None:
+    assert "nested deeper than 32 levels" in message_of("cpu: " + "[" * 5000 + "]" * 5000)
+
+
+def test_a_huge_file_is_refused_unread() -> None:
+    assert "larger than 1048576 bytes" in message_of("#" * (2**20 + 1))
+    assert "larger than 1048576 bytes" in message_of("é" * (2**19 + 10))
+
+
+def test_a_file_that_is_no_text() -> None:
+    Path("tiers.yaml").write_bytes(b"cpu: {}\nsalt: \xff\xfe\n")
+    with pytest.raises(ConfigError, match=r"tiers\.yaml:2: not UTF-8 text; save the file as UTF-8"):
+        load_config("tiers.yaml", env={})
+
+
+@pytest.mark.parametrize(("path", "says"), [("none.yaml", "No such file or directory"), ("folder", "Is a directory")])
+def test_a_file_that_cannot_be_read(path: str, says: str) -> None:
+    Path("folder").mkdir()
+    with pytest.raises(ConfigError) as error:
+        load_config(path, env={})
+    assert str(error.value) == f"the configuration {path!r} cannot be read: {says}"
+    with pytest.raises(ConfigError) as error:
+        load_config(None, env={"LMCACHE_CORE_CONFIG": path})
+    assert str(error.value) == f"LMCACHE_CORE_CONFIG: the configuration {path!r} cannot be read: {says}"
+
+
+def test_a_mistake_in_text_and_in_a_mapping() -> None:
+    with pytest.raises(ConfigError, match=r"^<text>:2: unknown key 'capcity' in cpu; did you mean 'capacity'\?$"):
+        load_config(dedent("cpu:\n  capcity: 1GiB"), env={})
+    with pytest.raises(ConfigError, match=r"^configuration: unknown key 'capcity' in cpu; did you mean 'capacity'\?$"):
+        load_config({"cpu": {"capcity": "1GiB"}}, env={})
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("page_tokens: ${env:SECRET}\n", "hunter2"),
+        ("cpu: {capacity: '${env:SECRET}'}\n", "hunter2"),
+        ("cpu: {policy: '${env:SECRET}'}\n", "hunter2"),
+        ("cpu: ${env:SECRET}\n", "hunter2"),
+        ("tiers: ['${env:SECRET}']\n", "hunter2"),
+        ("page_tokens: redis://me:hunter2@host\n", "hunter2"),
+        ("page_tokens: redis://:hunt/er@2@host\n", "hunt"),
+        ("page_tokens: https://host/?password=hunter2\n", "hunter2"),
+        ("tiers: [{backend: fakedisk, path: /a, capacity: 1GiB, name: '${env:SECRET}!'}]\n", "hunter2"),
+        ("tiers: [{backend: '${env:SECRET}'}]\n", "hunter2"),
+        ("tiers: [{backend: fakeremote, url: a, pool: '${env:SECRET}'}]\n", "hunter2"),
+    ],
+)
+def test_errors_do_not_show_secrets(text: str, secret: str) -> None:
+    Path("tiers.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config("tiers.yaml", env={"SECRET": "hunter2"})
+    failure: BaseException | None = error.value
+    while failure is not None:
+        assert secret not in str(failure)
+        failure = failure.__cause__
