@@ -1,0 +1,106 @@
+"""The kit fails each of many broken backends, in the test that is about what is broken."""
+
+import pytest
+from hypothesis import Phase, settings
+
+from lmcache_core.testing import MODEL_SETTINGS, StorageBackendTests, run_model
+from tests.testing.broken import (
+    CAUGHT_BY,
+    DeleteBringsBackTheOldValue,
+    DropsTheOldValueFirst,
+    ForgetsWhenReopened,
+    HitsForAnySize,
+    IgnoresTheSpace,
+    KeepsTheOldValue,
+    RaisesForAnAbsentKey,
+    RenewsWhatIsAskedFor,
+    ScansBackwards,
+    ScansWithoutParents,
+    TouchesInReverse,
+    WritesPastTheBuffer,
+)
+from tests.testing.reference import Medium, ReferenceBackend
+
+pytest_plugins = ["pytester"]
+
+MODULE = """
+import pytest
+from lmcache_core.testing import StorageBackendTests
+from tests.testing.broken import {name}
+from tests.testing.reference import Medium
+
+class TestBroken(StorageBackendTests):
+    persistent = True
+    deadline = 1.0
+
+    @pytest.fixture
+    def medium(self):
+        return Medium()
+
+    @pytest.fixture
+    def backend_factory(self, medium):
+        return lambda: {name}(medium)
+
+    @pytest.fixture
+    def bounded_factory(self):
+        medium = Medium(capacity=1 << 20)
+        return lambda: {name}(medium)
+
+    @pytest.fixture
+    def raw_read(self, medium):
+        return medium.read
+
+    @pytest.fixture
+    def raw_write(self, medium):
+        return medium.write
+
+    @pytest.fixture
+    def raw_corrupt(self, medium):
+        return medium.corrupt
+"""
+
+
+@pytest.mark.parametrize(("backend", "test"), CAUGHT_BY.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_the_kit_fails(pytester: pytest.Pytester, backend: type[ReferenceBackend], test: str) -> None:
+    path = pytester.makepyfile(MODULE.format(name=backend.__name__))
+    # Strict mode, and none of this project's settings: as for an author who has configured nothing.
+    options = ["--import-mode=importlib", "-o", "asyncio_default_fixture_loop_scope=function"]
+    _, skipped, failed = pytester.inline_run(*options, f"{path}::TestBroken::{test}").countoutcomes()
+    assert failed >= 1
+    assert skipped == 0
+
+
+def test_every_test_of_the_kit_can_fail() -> None:
+    tests = {name for name in dir(StorageBackendTests) if name.startswith("test_")}
+    below = {"test_behaves_like_a_dict_when_nearly_full"}
+    assert set(CAUGHT_BY.values()) == tests - below
+
+
+MODEL_CATCHES = [
+    DeleteBringsBackTheOldValue,
+    ForgetsWhenReopened,
+    HitsForAnySize,
+    IgnoresTheSpace,
+    KeepsTheOldValue,
+    RaisesForAnAbsentKey,
+    RenewsWhatIsAskedFor,
+    ScansBackwards,
+    ScansWithoutParents,
+    TouchesInReverse,
+    WritesPastTheBuffer,
+]
+
+
+@pytest.mark.parametrize("backend", MODEL_CATCHES)
+def test_the_model_alone_catches(backend: type[ReferenceBackend]) -> None:
+    medium = Medium()
+    only_generate = settings(MODEL_SETTINGS, phases=[Phase.generate])  # no need to shorten what is found
+    with pytest.raises((AssertionError, KeyError)):
+        run_model(lambda: backend(medium), persistent=True, settings=only_generate)
+
+
+def test_the_model_alone_catches_what_is_lost_when_full() -> None:
+    medium = Medium(capacity=1 << 20)
+    only_generate = settings(MODEL_SETTINGS, phases=[Phase.generate])
+    with pytest.raises(AssertionError):
+        run_model(lambda: DropsTheOldValueFirst(medium), persistent=True, fill=True, settings=only_generate)
