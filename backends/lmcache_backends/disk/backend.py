@@ -1,0 +1,209 @@
+"""The backend: the store's blocking calls on daemon threads, one call per chunk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from lmcache_backends.disk.faults import failed
+from lmcache_backends.disk.manifests import read_manifests, write_manifest
+from lmcache_backends.disk.options import DiskOptions
+from lmcache_backends.disk.records import KEY, MOST_PAGES
+from lmcache_backends.disk.replay import Entry
+from lmcache_backends.disk.store import Store
+from lmcache_backends.disk.tally import Tally
+from lmcache_core.errors import ClosedError, UsageError
+from lmcache_core.iothreads import IoThreads, ended
+from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, Stored, Usage, WriteResult
+
+__all__ = ["DiskBackend"]
+
+R = TypeVar("R")
+
+_BATCH = 512
+_LAST_CALLS = 10.0
+"""Seconds that `close` waits for calls that hang before it leaves them to their threads."""
+
+
+class DiskBackend:
+    """Chunks in files of a local file system. Survives crashes of the process, and of the host with `fsync`.
+
+    Not `Abortable`: a cancelled call ends only when its I/O has.
+    """
+
+    def __init__(self, options: DiskOptions) -> None:
+        """
+        Raises:
+            ConfigError: The options contradict each other.
+        """
+        options.segment_size()
+        options.keep_free(0)
+        self._options = options
+        self._tally = Tally()
+        self._session: _Session | None = None
+        self._changing = asyncio.Lock()
+
+    async def open(self) -> None:
+        async with self._changing:
+            await self._end()
+            session = _Session(self._options, self._tally)
+            await session.open()
+            self._session = session
+
+    async def close(self) -> None:
+        async with self._changing:
+            await self._end()
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        store = self._opened().store
+        return [store.contains(key) for key in keys]
+
+    async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
+        session = self._opened()
+        return await session.each(session.store.read, zip(keys, into, strict=True))
+
+    async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
+        session = self._opened()
+        for chunk in chunks:
+            _check(chunk)
+        first = session.store.epochs(len(chunks))
+        return await session.each(session.store.write, [(chunk, first + i) for i, chunk in enumerate(chunks)])
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        session = self._opened()
+        if keys:
+            await session.each(session.store.delete, [(keys,)])
+
+    async def touch(self, keys: Sequence[ChunkKey]) -> None:
+        session = self._opened()
+        if keys:
+            await session.each(session.store.touch, [(keys,)])
+
+    async def scan(self) -> AsyncIterator[Sequence[Stored]]:
+        session = self._opened()
+        (entries,) = await session.each(session.store.entries, [()])
+        for start in range(0, len(entries), _BATCH):
+            (batch,) = await session.each(_stored, [(entries[start : start + _BATCH],)])
+            yield batch
+
+    def usage(self) -> Usage:
+        session = self._opened()
+        if session.store.stale():
+            session.threads.post(session.store.refresh)
+        return session.store.usage()
+
+    def counters(self) -> Mapping[str, int]:
+        return self._tally.counts()
+
+    async def describe(self, space: bytes, manifest: bytes) -> None:
+        session = self._opened()
+        await session.each(_describe, [(session.store.path, space, manifest)])
+
+    async def manifests(self) -> dict[bytes, bytes]:
+        session = self._opened()
+        (found,) = await session.each(_manifests, [(session.store.path,)])
+        return found
+
+    def _opened(self) -> _Session:
+        if self._session is None:
+            raise ClosedError("disk: the backend is not open")
+        return self._session
+
+    async def _end(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+class _Session:
+    """One opening: a store and its threads. What hangs in it holds up no later one."""
+
+    def __init__(self, options: DiskOptions, tally: Tally) -> None:
+        self.store = Store(options, tally)
+        self.threads = IoThreads("disk", options.threads)
+        self._calls: set[asyncio.Future[None]] = set()
+        self._deciding = threading.Lock()
+        self._ready = False
+        self._given_up = False
+
+    async def open(self) -> None:
+        try:
+            await self.threads.run(self._open)
+        except BaseException:
+            with self._deciding:
+                self._given_up = True
+            if self._ready:
+                self.threads.post(self._end)
+            else:
+                self.threads.close()
+            raise
+
+    async def each(self, fn: Callable[..., R], calls: Iterable[tuple[object, ...]]) -> list[R]:
+        """Call `fn` with each of the arguments, on the threads, and return when all have ended, even if cancelled."""
+        with self._call():
+            futures = [self.threads.submit(fn, *arguments) for arguments in calls]
+            await ended(futures)
+            return [future.result() for future in futures]
+
+    async def close(self) -> None:
+        if self._calls:
+            _, hanging = await asyncio.wait(self._calls, timeout=_LAST_CALLS)
+            if hanging:
+                self._given_up = True
+                return
+        await self.threads.finish(self.store.close)
+        self.threads.close()
+
+    def _open(self) -> None:
+        self.store.open()
+        with self._deciding:
+            self._ready = not self._given_up
+        if not self._ready:  # a mount hung, and nobody waits any more
+            self.store.close()
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        call: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._calls.add(call)
+        try:
+            yield
+        finally:
+            self._calls.discard(call)
+            call.set_result(None)
+            if self._given_up and not self._calls:
+                self.threads.post(self._end)
+
+    def _end(self) -> None:
+        self.store.close()
+        self.threads.close()
+
+
+def _check(chunk: Chunk) -> None:
+    lengths = {len(chunk.key.space), len(chunk.key.page), *map(len, chunk.pages)}
+    if lengths != {KEY} or len(chunk.parent) not in (0, KEY) or chunk.pages[-1] != chunk.key.page:
+        raise UsageError(f"disk: a chunk has keys of {KEY} bytes, and its last page is its own key")
+    if not 0 < len(chunk.pages) <= MOST_PAGES:
+        raise UsageError(f"disk: a chunk has at most {MOST_PAGES} pages, not {len(chunk.pages)}")
+    if not chunk.data.nbytes:
+        raise UsageError("disk: a chunk of no bytes cannot be stored")
+
+
+def _stored(entries: Sequence[Entry]) -> list[Stored]:
+    return [Stored(ChunkKey(*entry.key), entry.pages, entry.nbytes, entry.parent) for entry in entries]
+
+
+def _describe(path: str, space: bytes, manifest: bytes) -> None:
+    try:
+        write_manifest(path, space, manifest)
+    except OSError as error:
+        raise failed(error, path) from error
+
+
+def _manifests(path: str) -> dict[bytes, bytes]:
+    try:
+        return read_manifests(path)
+    except OSError as error:
+        raise failed(error, path) from error

@@ -1,0 +1,50 @@
+"""Readable descriptions of spaces, a small JSON file each, shared by all owners of a path."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+
+__all__ = ["read_manifests", "write_manifest"]
+
+DIRECTORY = "manifests"
+_NAME = re.compile(r"([0-9a-f]{64})\.json")
+_LARGEST = 1 << 20
+
+
+def write_manifest(root: str, space: bytes, manifest: bytes) -> None:
+    """Keep `manifest` for `space` below `root`. Raises `OSError`."""
+    directory = os.path.join(root, DIRECTORY)
+    path = os.path.join(directory, f"{space.hex()}.json")
+    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(manifest)
+            file.flush()
+            os.fsync(fd)
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def read_manifests(root: str) -> dict[bytes, bytes]:
+    """All descriptions below `root`. Raises `OSError`."""
+    directory = os.path.join(root, DIRECTORY)
+    found: dict[bytes, bytes] = {}
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return found
+    for name in sorted(names):
+        if match := _NAME.fullmatch(name):
+            with contextlib.suppress(FileNotFoundError), open(os.path.join(directory, name), "rb") as file:
+                content = file.read(_LARGEST + 1)
+                if len(content) <= _LARGEST:
+                    found[bytes.fromhex(match[1])] = content
+    return found

@@ -1,0 +1,153 @@
+"""Segments: files of fixed size in which values lie, and moving bytes between them and memory.
+
+Bytes go with `O_DIRECT` in one call per value where the file system and the buffer allow it. What the kernel refuses
+(EINVAL: tmpfs of old kernels, some FUSE, a buffer that is not aligned) goes through the page cache and is counted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import Literal
+
+from lmcache_backends.disk.options import UNIT
+from lmcache_core.extents import ExtentAllocator
+
+__all__ = ["Segment", "sync_directory"]
+
+Direct = Literal["auto", "always", "never"]
+_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENODEV, errno.EINVAL, errno.ENOSYS})
+
+
+class Segment:
+    """An open segment file. Reading and writing may go on in several threads at once; the rest is under the owner's
+    lock. Everything raises `OSError`."""
+
+    __slots__ = ("_buffered", "_direct", "count_fallback", "extents", "ident", "lost", "mode", "path", "size")
+
+    def __init__(self, path: str, ident: int, mode: Direct, count_fallback: Callable[[], None]) -> None:
+        """Open an existing file."""
+        self.path = path
+        self.ident = ident
+        self.mode = mode
+        self.count_fallback = count_fallback
+        self.lost = False
+        """Nothing new may be put into it."""
+        self._buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._direct = -1
+        try:
+            self.size = os.fstat(self._buffered).st_size // UNIT * UNIT
+            if mode != "never":
+                self._direct = _open_direct(path, mode)
+        except BaseException:
+            os.close(self._buffered)
+            raise
+        self.extents = ExtentAllocator(self.size, UNIT)
+
+    @staticmethod
+    def create(path: str, size: int, durable: bool) -> None:
+        """Make the file with `size` bytes of its own; nothing is left of it when that fails."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                if error.errno not in _NO_FALLOCATE:
+                    raise
+                os.ftruncate(fd, size)
+            if durable:
+                os.fsync(fd)
+                sync_directory(os.path.dirname(path))
+        except BaseException:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+
+    @property
+    def unused(self) -> bool:
+        """No place in it is taken."""
+        return self.extents.free_bytes == self.extents.capacity
+
+    def read(self, offset: int, into: memoryview) -> bool:
+        """Fill `into` from `offset` on; False if the file ends before."""
+        return self._move(_preadv, offset, into) == into.nbytes
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write `data` at `offset`."""
+        if self._move(_pwritev, offset, data) < data.nbytes:
+            raise OSError(errno.EIO, "wrote less than it was asked to", self.path)
+
+    def sync(self) -> None:
+        """Wait until the drive has what was written."""
+        os.fdatasync(self._buffered)
+
+    def check(self) -> None:
+        """Fail with ENOENT if the file has been removed: what is written to it would be lost."""
+        if not os.fstat(self._buffered).st_nlink:
+            self.lost = True
+            raise OSError(errno.ENOENT, "was removed while in use", self.path)
+
+    def close(self) -> None:
+        """Idempotent."""
+        for fd in (self._direct, self._buffered):
+            if fd >= 0:
+                os.close(fd)
+        self._direct = self._buffered = -1
+
+    def _move(self, call: Callable[[int, memoryview, int], int], offset: int, view: memoryview) -> int:
+        """Bytes moved, fewer than asked for only at the end of the file."""
+        view = view.cast("B")
+        done = 0
+        if self._direct >= 0:
+            done = _moved(call, self._direct, offset, view)
+            if done == view.nbytes:
+                return done
+        if self.mode == "always":
+            raise OSError(errno.EINVAL, "O_DIRECT is not possible", self.path)
+        if self.mode == "auto":
+            self.count_fallback()
+        return done + _moved(call, self._buffered, offset + done, view[done:])
+
+
+def sync_directory(path: str) -> None:
+    """Wait until the drive knows the names in a directory."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _open_direct(path: str, mode: Direct) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if mode == "always" or error.errno != errno.EINVAL:
+            raise
+        return -1
+
+
+def _preadv(fd: int, view: memoryview, offset: int) -> int:
+    return os.preadv(fd, [view], offset)
+
+
+def _pwritev(fd: int, view: memoryview, offset: int) -> int:
+    return os.pwritev(fd, [view], offset)
+
+
+def _moved(call: Callable[[int, memoryview, int], int], fd: int, offset: int, view: memoryview) -> int:
+    """Bytes moved until all are, the file ends, or the kernel refuses this way of moving them."""
+    done = 0
+    while done < view.nbytes:
+        try:
+            moved = call(fd, view[done:], offset + done)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                break
+            raise
+        if moved <= 0:
+            break
+        done += moved
+    return done

@@ -1,0 +1,210 @@
+"""One shard: a directory with a lock, a log and segments, written by the one process that holds the lock.
+
+<path>/<16 hex digits>/lock                   held by flock; says which owner
+                      /log, log.new           records; the second while the first is being rewritten
+                      /segment-<8 hex digits> values
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from lmcache_backends.disk import records
+from lmcache_backends.disk.locks import FileLock
+from lmcache_backends.disk.log import NEW, Log
+from lmcache_backends.disk.options import UNIT
+from lmcache_backends.disk.replay import Entry, Replay, rounded
+from lmcache_backends.disk.segments import Segment
+from lmcache_backends.disk.tally import Tally
+
+__all__ = ["LOCK", "LOG", "Shard", "remove_shard", "seed_of", "segment_sizes", "shard_names"]
+
+LOCK, LOG = "lock", "log"
+_SHARD = re.compile(r"[0-9a-f]{16}")
+_SEGMENT = re.compile(r"segment-([0-9a-f]{8})")
+
+
+class Shard:
+    """A shard this process holds. All but `load` and `sync` is under the owner's lock. Everything raises `OSError`."""
+
+    def __init__(self, path: str, lock: FileLock, mode: Literal["auto", "always", "never"], tally: Tally) -> None:
+        self.path = path
+        self._lock = lock
+        self._mode = mode
+        self._tally = tally
+        self._highest = 0
+        self.segments: dict[int, Segment] = {}
+        """By number."""
+        self.entries: dict[int, Entry] = {}
+        """What is found here, by place."""
+        self.live = 0
+        """Bytes of the log that are not out of date."""
+        self.taken = 0
+        """Bytes of places that are not free."""
+        self.compacting = False
+        self.log: Log
+
+    def load(self) -> None:
+        """Learn what is there, and remove what no log speaks of."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.path, LOG + NEW))
+            self._tally.add("orphans_removed")
+        self.log = Log(os.path.join(self.path, LOG), seed_of(self.path))
+        sizes = segment_sizes(self.path)
+        replay, reader = Replay(sizes), self.log.reader()
+        replay.apply(reader)
+        self.log.cut(reader.end)
+        self._tally.add("log_records_damaged", reader.gaps)
+        self._tally.add("log_tails_cut", reader.torn)
+        self._tally.add("entries_lost", replay.lost)
+        self._highest = max(replay.highest, *sizes, 0)
+        entries = replay.entries
+        used = {entry.segment for entry in entries}
+        for number in sizes:
+            if number in used:
+                self.add_segment(self._opened(number))
+            else:
+                os.unlink(self.segment_path(number))
+                self._tally.add("orphans_removed")
+        entries.sort(key=lambda entry: entry.place)  # the order that taking places is fastest in
+        for entry in entries:
+            self.segments[entry.segment].extents.take(entry.offset, entry.nbytes)
+            self.taken += rounded(entry.nbytes)
+            self._count(entry)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file system that are taken for values."""
+        return sum(segment.size for segment in self.segments.values())
+
+    def allocate(self, nbytes: int) -> tuple[Segment, int] | None:
+        """A place, in the oldest segment that has one, so that the others become empty."""
+        for segment in self.segments.values():
+            if not segment.lost and (offset := segment.extents.allocate(nbytes)) is not None:
+                self.taken += rounded(nbytes)
+                return segment, offset
+        return None
+
+    def segment_path(self, number: int) -> str:
+        return os.path.join(self.path, f"segment-{number:08x}")
+
+    def make_segment(self, size: int, durable: bool) -> Segment:
+        """Take `size` bytes from the file system. Not under the owner's lock, but never twice at once."""
+        path = self.segment_path(self._highest + 1)
+        Segment.create(path, size, durable)
+        self._highest += 1
+        self._tally.add("segments_taken")
+        return self._opened(self._highest)
+
+    def add_segment(self, segment: Segment) -> None:
+        """Use a segment that was made."""
+        self.segments[segment.ident] = segment
+
+    def put(self, entry: Entry) -> int:
+        """Record an entry; it is found from now on. Returns what `log.sync` wants."""
+        ticket = self.log.append(self._record(entry))
+        self._count(entry)
+        return ticket
+
+    def evict(self, entries: Sequence[Entry]) -> int:
+        """Record that entries are gone; their places are still theirs. Returns what `log.sync` wants."""
+        seed = self.log.seed
+        gone = [records.evict(seed, entry.segment, entry.offset, *entry.key) for entry in entries]
+        ticket = self.log.append(b"".join(gone), reserve=True)
+        for entry in entries:
+            self.forget(entry)
+        return ticket
+
+    def forget(self, entry: Entry) -> None:
+        """An entry is gone by the log's last record."""
+        del self.entries[entry.place]
+        self.live -= records.put_size(entry.chain)
+
+    def touch(self, entries: Sequence[Entry], epoch: int) -> None:
+        """Record that entries were used, one after another from `epoch` on."""
+        places = [(entry.segment, entry.offset // UNIT) for entry in entries]
+        for start in range(0, len(places), records.LARGEST_TOUCH):
+            self.log.append(records.touch(self.log.seed, epoch + start, places[start : start + records.LARGEST_TOUCH]))
+        for later, entry in enumerate(entries):
+            entry.epoch = epoch + later
+
+    def free(self, entry: Entry) -> None:
+        """Nobody uses an entry's place any more."""
+        self.segments[entry.segment].extents.free(entry.offset, entry.nbytes)
+        self.taken -= rounded(entry.nbytes)
+
+    def records(self, entries: Sequence[Entry]) -> Iterator[bytes]:
+        """What a log that says just this consists of."""
+        return map(self._record, sorted(entries, key=lambda entry: entry.epoch))
+
+    def give_back(self, keep: int) -> list[Segment]:
+        """Take unused segments out of service, all but `keep`. The caller removes them, not under the lock."""
+        unused = [segment for segment in self.segments.values() if segment.unused]
+        for segment in unused[keep:]:
+            del self.segments[segment.ident]
+        return unused[keep:]
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent."""
+        for segment in self.segments.values():
+            segment.close()
+        if hasattr(self, "log"):
+            self.log.close()
+        self._lock.release()
+
+    def _opened(self, number: int) -> Segment:
+        path = self.segment_path(number)
+        return Segment(path, number, self._mode, lambda: self._tally.add("buffered_fallback"))
+
+    def _record(self, entry: Entry) -> bytes:
+        seed, place = self.log.seed, (entry.segment, entry.offset)
+        return records.put(seed, *place, entry.nbytes, entry.epoch, entry.space, entry.chain, entry.rooted)
+
+    def _count(self, entry: Entry) -> None:
+        self.entries[entry.place] = entry
+        self.live += records.put_size(entry.chain)
+
+
+def seed_of(path: str) -> int:
+    """What the checksums in this shard's log start from."""
+    return zlib.crc32(os.path.basename(path).encode())
+
+
+def shard_names(root: str) -> list[str]:
+    """Names of the shards below a path that belong to this user, in order."""
+    user = os.geteuid()
+    with os.scandir(root) as found:
+        return sorted(
+            item.name
+            for item in found
+            if _SHARD.fullmatch(item.name)
+            and item.is_dir(follow_symlinks=False)
+            and item.stat(follow_symlinks=False).st_uid == user
+        )
+
+
+def segment_sizes(path: str) -> dict[int, int]:
+    """Segments in a shard's directory: number and whole units in bytes."""
+    with os.scandir(path) as found:
+        sizes = {
+            int(match[1], 16): item.stat(follow_symlinks=False).st_size // UNIT * UNIT
+            for item in found
+            if (match := _SEGMENT.fullmatch(item.name)) and item.is_file(follow_symlinks=False)
+        }
+    return dict(sorted(sizes.items()))
+
+
+def remove_shard(path: str) -> None:
+    """Delete a shard whose lock the caller holds, values first, lock last."""
+    for number in segment_sizes(path):
+        os.unlink(os.path.join(path, f"segment-{number:08x}"))
+    for name in (LOG + NEW, LOG, LOCK):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(path, name))
+    with contextlib.suppress(OSError):  # somebody's own file in it
+        os.rmdir(path)

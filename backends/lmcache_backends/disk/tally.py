@@ -1,0 +1,37 @@
+"""Counters of the backend, for operators."""
+
+from __future__ import annotations
+
+import threading
+
+__all__ = ["Tally"]
+
+NAMES = (
+    "buffered_fallback",  # reads and writes that could not go past the page cache
+    "compactions",  # logs rewritten
+    "compactions_failed",
+    "enospc",  # times the file system or quota was full
+    "entries_lost",  # chunks the log speaks of whose file is gone or too short
+    "log_records_damaged",  # damaged places in logs, behind which reading went on
+    "log_tails_cut",  # ends of logs that a crash left half written
+    "orphans_removed",  # files no log speaks of
+    "segments_given_back",
+    "segments_taken",
+    "shards_adopted",  # left by processes that have ended
+    "shards_evicted",  # the same, removed to make room
+)
+
+
+class Tally:
+    """Counts from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(NAMES, 0)
+
+    def add(self, name: str, number: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += number
+
+    def counts(self) -> dict[str, int]:
+        return dict(self._counts)

@@ -1,0 +1,188 @@
+"""One path of the cache: who may take how much of it, over all processes of the host that use it.
+
+    <path>/node.lock      held by flock while shards are claimed or segments taken
+          /<shard>/...    one or more for each process; see `shard`
+          /manifests/     descriptions of spaces; see `manifests`
+
+What is taken is what lies there: there is no account that a crash could falsify. A shard nobody has locked was left by
+a process that ended. Whoever opens the path next adopts it; who needs room before that removes it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from typing import NamedTuple
+
+from lmcache_backends.disk.faults import FULL
+from lmcache_backends.disk.locks import FileLock, lock_text
+from lmcache_backends.disk.options import UNIT, DiskOptions
+from lmcache_backends.disk.replay import rounded
+from lmcache_backends.disk.segments import Segment
+from lmcache_backends.disk.shard import LOCK, Shard, remove_shard, segment_sizes, shard_names
+from lmcache_backends.disk.tally import Tally
+
+__all__ = ["Place", "Volume"]
+
+
+class _Others(NamedTuple):
+    """The shards of a path that are not ours."""
+
+    nbytes: int
+    """Bytes taken by all of them."""
+    owners: int
+    """How many owners are alive."""
+    left: dict[str, int]
+    """Path and bytes of the shards of those that are not."""
+
+
+class Place(NamedTuple):
+    """Where a value may be written."""
+
+    shard: Shard
+    segment: Segment
+    offset: int
+
+
+class Volume:
+    """A path and the shards this owner holds there. Everything raises `OSError`."""
+
+    def __init__(self, path: str, options: DiskOptions, owner: str, tally: Tally) -> None:
+        self.path = path
+        self._options = options
+        self._owner = owner
+        self._tally = tally
+        self._limit = options.share()
+        self._segment = options.segment_size()
+        self.shards: list[Shard] = []
+        """New segments go to the first."""
+        self.share = self._limit
+        """Bytes this owner may take here now."""
+        self.growing = threading.Lock()
+        """Held around `grow`; taken before the owner's lock."""
+
+    def open(self) -> None:
+        """Adopt what others left, or start afresh."""
+        os.makedirs(self.path, mode=0o700, exist_ok=True)
+        with self._node_lock():
+            for name in shard_names(self.path):
+                path = os.path.join(self.path, name)
+                if (lock := FileLock.attempt(os.path.join(path, LOCK))) is not None:
+                    self._claim(path, lock)
+            self._tally.add("shards_adopted", len(self.shards))
+            if not self.shards:
+                path = os.path.join(self.path, secrets.token_hex(8))
+                os.mkdir(path, 0o700)
+                lock = FileLock.attempt(os.path.join(path, LOCK))
+                assert lock is not None, "nobody else knows this file yet"
+                self._claim(path, lock)
+        for shard in self.shards:
+            shard.load()
+        with self._node_lock():
+            self._drop_empty()
+            self._share_with(self._others())
+
+    def close(self) -> None:
+        """Let go of the shards. Idempotent."""
+        for shard in self.shards:
+            shard.close()
+
+    @property
+    def room(self) -> int:
+        """Bytes this owner may still store here. Under the owner's lock."""
+        return self.share - sum(shard.taken for shard in self.shards)
+
+    def allocate(self, nbytes: int) -> Place | None:
+        """A place in what is taken already. Under the owner's lock."""
+        for shard in self.shards:
+            if (found := shard.allocate(nbytes)) is not None:
+                return Place(shard, *found)
+        return None
+
+    def refresh(self) -> None:
+        """Find out anew how many share the capacity."""
+        with self._node_lock():
+            self._share_with(self._others())
+
+    def grow(self, nbytes: int) -> tuple[Shard, Segment] | None:
+        """Make a segment with room for `nbytes`; None if the capacity, other owners or the file system leave no room
+        for it. It is in use when the shard has been given it, under the owner's lock."""
+        need = rounded(nbytes)
+        with self._node_lock():
+            others = self._others()
+            self._share_with(others)
+            room = self._free(others.nbytes)
+            while room < need and others.left:
+                path, size = others.left.popitem()
+                remove_shard(path)
+                self._tally.add("shards_evicted")
+                others = others._replace(nbytes=others.nbytes - size)
+                room = self._free(others.nbytes)
+            size = min(max(self._segment, need), room)
+            while size >= need:
+                try:
+                    # As many values of this size as fit: the rest would be of use to nobody.
+                    return self.shards[0], self.shards[0].make_segment(size // need * need, self._options.fsync)
+                except OSError as error:
+                    if error.errno not in FULL:
+                        raise
+                    self._tally.add("enospc")
+                    size //= 2
+        return None
+
+    def give_back(self) -> list[Segment]:
+        """Take segments that nothing lies in out of service. One stays, unless others wait for it or nothing is
+        stored at all. Under the owner's lock; the caller removes them without."""
+        empty = not any(shard.entries for shard in self.shards)
+        keep = 0 if empty or sum(shard.nbytes for shard in self.shards) > self.share else 1
+        given: list[Segment] = []
+        for shard in self.shards:
+            unused = sum(segment.unused for segment in shard.segments.values())
+            given += shard.give_back(keep)
+            keep = max(0, keep - unused)
+        self._tally.add("segments_given_back", len(given))
+        return given
+
+    def _free(self, others: int) -> int:
+        """Bytes that may be taken now, if the other shards take `others`."""
+        mine = sum(shard.nbytes for shard in self.shards)
+        system = os.statvfs(self.path)
+        free = system.f_bavail * system.f_frsize - self._options.keep_free(system.f_blocks * system.f_frsize)
+        return min(self.share - mine, self._limit - others - mine, free) // UNIT * UNIT
+
+    def _share_with(self, others: _Others) -> None:
+        self.share = self._limit // (1 + others.owners) // UNIT * UNIT
+
+    def _others(self) -> _Others:
+        """Under the node's lock."""
+        mine = {shard.path for shard in self.shards}
+        nbytes, owners, left = 0, set(), {}
+        for name in shard_names(self.path):
+            path = os.path.join(self.path, name)
+            if path in mine:
+                continue
+            size = sum(segment_sizes(path).values())
+            nbytes += size
+            lock = FileLock.attempt(os.path.join(path, LOCK))
+            if lock is None:
+                owners.add(lock_text(os.path.join(path, LOCK)) or name)
+            else:
+                lock.release()
+                left[path] = size
+        return _Others(nbytes, len(owners), left)
+
+    def _drop_empty(self) -> None:
+        """Keep one shard, and those in which something lies; the fullest first. Under the node's lock."""
+        self.shards.sort(key=lambda shard: -len(shard.entries))
+        while len(self.shards) > 1 and not self.shards[-1].entries:
+            empty = self.shards.pop()
+            remove_shard(empty.path)
+            empty.close()
+
+    def _node_lock(self) -> FileLock:
+        return FileLock.wait(os.path.join(self.path, "node.lock"))
+
+    def _claim(self, path: str, lock: FileLock) -> None:
+        self.shards.append(Shard(path, lock, self._options.direct, self._tally))
+        lock.label(self._owner)
