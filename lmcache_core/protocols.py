@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 __all__ = [
     "Abortable",
@@ -25,13 +25,15 @@ __all__ = [
     "Describes",
     "KVView",
     "ReadResult",
+    "RegisteredKV",
     "RemembersUse",
+    "ReportsUsage",
     "Scannable",
-    "Stored",
     "StorageBackend",
+    "Stored",
+    "Transfer",
     "Usage",
     "WriteResult",
-    "ReportsUsage",
 ]
 
 
@@ -221,6 +223,51 @@ class Abortable(Protocol):
     keeps a buffer out of use until a coroutine that is past its deadline has really ended."""
 
     abortable: bool
+
+
+@runtime_checkable
+class Transfer(Protocol):
+    """Describes and copies the KV of engines on one kind of device."""
+
+    def register(
+        self,
+        layers: Sequence[Any],
+        *,
+        dims: str,
+        page_tokens: int,
+        block_tokens: int | None = None,
+        layout: Literal["native", "canonical"] = "native",
+    ) -> RegisteredKV:
+        """Learn where the KV of one cache group lies.
+
+        Args:
+            layers: For each layer its tensor, or its K and V tensors.
+            dims: Names of the tensors' axes, one letter each: `b`lock, `t`oken, `h`ead, `d`im, `2` (K and V), `o`ne.
+            page_tokens: Tokens of a page.
+            block_tokens: Tokens of a block, where the axes don't tell.
+            layout: How pages shall lie in chunks.
+
+        Raises:
+            LayoutError: These don't fit together.
+        """
+        ...
+
+
+class RegisteredKV(Protocol):
+    """The KV of one cache group of an engine."""
+
+    @property
+    def page_layer_bytes(self) -> int:
+        """Bytes of one page of one layer."""
+        ...
+
+    def view(self, block_ids: Any) -> KVView:
+        """The KV of one request, by its block table.
+
+        Raises:
+            LayoutError: There is no such block.
+        """
+        ...
 
 
 @runtime_checkable

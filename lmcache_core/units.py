@@ -27,8 +27,8 @@ __all__ = [
     "parse_size",
 ]
 
-ByteSize = Annotated[int, msgspec.Meta(ge=0, extra={"unit": "bytes"})]
-"""A number of bytes; accepts text such as `20GiB`."""
+ByteSize = Annotated[int, msgspec.Meta(extra={"unit": "bytes"})]
+"""A number of bytes; accepts text such as `20GiB`. Never negative; limit it further by `Annotated[ByteSize, Meta(…)]`."""
 
 Duration = Annotated[float, msgspec.Meta(extra={"unit": "seconds"})]
 """Seconds; accepts text such as `250ms`."""

@@ -1,0 +1,31 @@
+"""Builds a node out of a configuration: loads the plugins it names and makes their backends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lmcache_core.config import Config, LoadedConfig, load_config
+from lmcache_core.node import Node
+from lmcache_core.plugins import load_backend
+
+
+def build_node(source: str | Path | dict[str, Any] | Config | LoadedConfig | None) -> Node:
+    """Start a node.
+
+    Args:
+        source: Path of a YAML file, YAML text, a dict, settings that were loaded before, or None for what the
+            environment names.
+
+    Raises:
+        ConfigError: The configuration can't be used.
+        PluginError: A backend isn't installed or can't be loaded.
+        PoolError: The host pool can't be had.
+    """
+    if isinstance(source, LoadedConfig):
+        config = source.config
+    elif isinstance(source, Config):
+        config = source
+    else:
+        config = load_config(source).config
+    return Node(config, [load_backend(tier.backend).create(tier.options) for tier in config.tiers])

@@ -1,0 +1,220 @@
+"""`Client`: what connectors hold to talk to a node, whether it lives in their process or in another.
+
+Keys travel, never tokens; bytes travel never: they are copied by whoever owns them, from and to slots of the pool that
+the client sees. All methods answer at once and from any thread; what takes time is a `Future`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from lmcache_core.namespace import Namespace
+
+
+class Model(Protocol):
+    """A namespace that has been registered with a node."""
+
+    @property
+    def namespace(self) -> Namespace:
+        """What was registered."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Answer to a lookup.
+
+    Args:
+        pages: Whole pages that can be restored.
+        tiers: How many of them by tier, the fastest that holds each; `cpu` is the host pool.
+        pending: A tier that cannot tell at once is being asked; ask again, the answer may be larger.
+    """
+
+    pages: int
+    tiers: Mapping[str, int]
+    pending: bool = False
+
+
+class Part(NamedTuple):
+    """A run of pages of one group that one chunk holds."""
+
+    group: int
+    first: int
+    pages: int
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A lease on what a lookup found, and the parts in the order in which they are to be copied."""
+
+    pages: int
+    parts: Sequence[Part]
+    handle: Any = None
+
+
+class Grant(NamedTuple):
+    """Access to one part: its bytes, or the future that tells when to ask again (True) or to give up (False)."""
+
+    source: memoryview | None
+    """`pages * page_bytes` bytes that stay valid until the part is consumed; read only."""
+    tier: str
+    wait: Future[bool] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Room:
+    """A chunk to be filled: write `pages` pages from page `first` of `group` into `target`, then report it."""
+
+    part: Part
+    target: memoryview
+    handle: Any = None
+
+
+@dataclass(eq=False, slots=True)
+class Storing:
+    """A store under way: fill each room, report it, then finish."""
+
+    rooms: Sequence[Room]
+    present: int
+    dropped: int
+    handle: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Outcome of a store: pages that are readable now, and the future of their arrival on the tiers they go to."""
+
+    pages: int
+    written: Future[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """State of one tier; sizes in bytes."""
+
+    name: str
+    backend: str
+    up: bool
+    used: int
+    capacity: int | None
+    chunks: int
+    queued: int
+    quarantined: int
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """State of a node; sizes in bytes."""
+
+    pool_capacity: int
+    pool_usable: int
+    pool_used: int
+    slots: int
+    chunks: int
+    leases: int
+    pinned: int
+    staged: int
+    loop_lag: float
+    tiers: Sequence[TierStats]
+    counts: Mapping[str, Mapping[str, float]]
+
+
+class Client(Protocol):
+    """See the module. `places` are names of tiers, `cpu` for the host pool; None means all.
+
+    Every method raises `ClosedError` once the node has been closed, and `ConfigError` for a tier it doesn't have.
+    """
+
+    chunk_tokens: int
+    page_tokens: int
+    retention_tokens: int
+
+    def register(self, namespace: Namespace) -> Model:
+        """Make a namespace known to the node.
+
+        Raises:
+            LayoutError: It doesn't fit the node's chunks.
+        """
+        ...
+
+    def lookup(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> Boundary:
+        """How many pages of a prompt can be restored. Keeps nothing, renews nothing."""
+        ...
+
+    def hold(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> Held:
+        """Look up and keep what was found until it is consumed, released or the lease has run out."""
+        ...
+
+    def grant(self, held: Held, start: int, ahead: int) -> list[Grant]:
+        """Access to parts from number `start` on: those in the pool, and loads of at most `ahead` others. Ends early
+        where a part cannot be had; empty when that is part `start`."""
+        ...
+
+    def consume(self, held: Held, parts: int) -> None:
+        """The next `parts` parts have been copied."""
+        ...
+
+    def release(self, held: Held) -> None:
+        """End the lease and all access. Idempotent."""
+        ...
+
+    def begin_store(
+        self,
+        model: Model,
+        keys: Sequence[bytes],
+        at: Sequence[int] = (),
+        first_page: int = 0,
+        places: Sequence[str] | None = None,
+    ) -> Storing:
+        """Reserve room for what a prompt lacks; `at` are boundaries in pages at which a later prompt can stop."""
+        ...
+
+    def filled(self, room: Room) -> None:
+        """The bytes of a room are in place."""
+        ...
+
+    def finish_store(self, storing: Storing) -> Finished:
+        """Make filled rooms readable and start writing them to tiers; rooms that are not filled are given back."""
+        ...
+
+    def prefetch(
+        self, model: Model, keys: Sequence[bytes], source: Sequence[str] | None, destination: str
+    ) -> Future[int]:
+        """Bring chunks of a prompt to a tier; the future tells how many pages are there."""
+        ...
+
+    def pin(self, model: Model, keys: Sequence[bytes]) -> int:
+        """Keep the restorable prefix where it is until unpinned. Returns its pages."""
+        ...
+
+    def unpin(self, model: Model, keys: Sequence[bytes]) -> int:
+        """Undo one `pin`. Returns the pages of chunks that are pinned no longer."""
+        ...
+
+    def evict(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> int:
+        """Take chunks of a prompt out of tiers, unless pinned or leased. Returns how many chunks."""
+        ...
+
+    def clear(self, model: Model | None = None, places: Sequence[str] | None = None) -> int:
+        """Take all chunks (of a namespace) out of tiers. Returns how many."""
+        ...
+
+    def count(self, name: str, label: str, amount: float = 1) -> None:
+        """Add to one of the node's counters."""
+        ...
+
+    def stats(self) -> Stats:
+        """State of the node now."""
+        ...
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is being written or read. Returns whether that came in time."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the node."""
+        ...

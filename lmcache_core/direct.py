@@ -1,0 +1,344 @@
+"""`DirectClient`: the client of a node in the same process. Calls run on the caller's thread, under its mutex."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from lmcache_core.client import (
+    Boundary,
+    Finished,
+    Grant,
+    Held,
+    Model,
+    Part,
+    Room,
+    Stats,
+    Storing,
+    TierStats,
+)
+from lmcache_core.errors import ConfigError, UsageError
+from lmcache_core.hostpool import Slot
+from lmcache_core.index import POOL, Entry, Index, Space, tier_bit
+from lmcache_core.index.decisions import Found, Lease, Load, Reservation, StorePlan, Write
+from lmcache_core.index.index import EVERYWHERE
+from lmcache_core.index.residency import CPU
+from lmcache_core.namespace import Namespace
+from lmcache_core.node import Node
+from lmcache_core.protocols import CountsEvents
+
+
+@dataclass(frozen=True, slots=True)
+class DirectModel:
+    """See `Model`."""
+
+    namespace: Namespace
+    spaces: Sequence[Space]
+
+
+class _Holding:
+    """A lease and the references it has taken on slots."""
+
+    __slots__ = ("done", "lease", "slots", "tiers")
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.done = 0
+        self.slots: dict[int, Slot] = {}
+        self.tiers: dict[int, str] = {}
+
+
+class DirectClient:
+    """See `Client`. Closing it closes the node if it `owns` it."""
+
+    def __init__(self, node: Node, *, owns: bool = False) -> None:
+        self.node = node
+        self.chunk_tokens = node.config.chunk_tokens
+        self.page_tokens = node.config.page_tokens
+        self.retention_tokens = node.config.retention_tokens
+        self._owns = owns
+        self._bits = {CPU: POOL} | {tier.name: tier_bit(n) for n, tier in enumerate(node.config.tiers)}
+        self._names = {bit: name for name, bit in self._bits.items()}
+
+    def register(self, namespace: Namespace) -> DirectModel:
+        """See `Client`."""
+        return DirectModel(namespace, self.node.register(namespace))
+
+    def _mask(self, places: Sequence[str] | None) -> int:
+        if places is None:
+            return EVERYWHERE
+        mask = 0
+        for name in places:
+            if name not in self._bits:
+                raise ConfigError(f"there is no tier {name!r}; this node has {', '.join(self._bits)}")
+            mask |= self._bits[name]
+        return mask
+
+    def _tier_of(self, entry: Entry, readable: int) -> str:
+        where = entry.where & readable
+        return self._names.get(where & -where, CPU)
+
+    def _by_tier(self, found: Found, readable: int) -> dict[str, int]:
+        tiers: dict[str, int] = {}
+        for piece in found.pieces:
+            if piece.group == found.pieces[0].group:
+                name = self._tier_of(piece.entry, readable)
+                tiers[name] = tiers.get(name, 0) + piece.pages
+        return tiers
+
+    # Lookup and load
+
+    def lookup(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> Boundary:
+        """See `Client`."""
+        spaces, mask = _spaces(model), self._mask(places)
+        with self.node.locked() as index:
+            found = index.find(spaces, keys, mask)
+            tiers = self._by_tier(found, index.readable & mask)
+            pending = found.pages < len(keys) and self.node.ask(spaces, keys, found.pages, mask)
+            counts = self.node.counts
+            counts.add("lookups", "lookup")
+            counts.add("lookup_tokens", "lookup", len(keys) * model.namespace.page_tokens)
+            for name, pages in tiers.items():
+                counts.add("hit_tokens", name, pages * model.namespace.page_tokens)
+        return Boundary(found.pages, tiers, pending)
+
+    def hold(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> Held:
+        """See `Client`."""
+        spaces, mask = _spaces(model), self._mask(places)
+        with self.node.locked() as index:
+            found = index.find(spaces, keys, mask)
+            lease = index.lease(found)
+        parts = [Part(piece.group, piece.first, piece.pages) for piece in found.pieces]
+        return Held(found.pages, parts, _Holding(lease))
+
+    def grant(self, held: Held, start: int, ahead: int) -> list[Grant]:
+        """See `Client`."""
+        holding: _Holding = held.handle
+        pieces = holding.lease.found.pieces
+        grants: list[Grant] = []
+        with self.node.locked() as index:
+            if not holding.lease.active:
+                return []
+            for number in range(start, len(pieces)):
+                entry = pieces[number].entry
+                slot = holding.slots.get(number) or entry.slot
+                if slot is not None:
+                    if number not in holding.slots:
+                        slot.acquire()
+                        holding.slots[number] = slot
+                    source = slot.payload(0, pieces[number].pages).toreadonly()
+                    grants.append(Grant(source, holding.tiers.get(number, CPU)))
+                    continue
+                if ahead < 1:
+                    break
+                load = index.load(entry)
+                if load is None:
+                    break
+                ahead -= 1
+                holding.tiers[number] = self.node.config.tiers[load.tier].name
+                grants.append(Grant(None, holding.tiers[number], _future(load)))
+        return grants
+
+    def consume(self, held: Held, parts: int) -> None:
+        """See `Client`."""
+        holding: _Holding = held.handle
+        with self.node.locked() as index:
+            for number in range(holding.done, holding.done + parts):
+                slot = holding.slots.pop(number, None)
+                if slot is not None:
+                    slot.release()
+            holding.done += parts
+            index.consume(holding.lease, parts)
+
+    def release(self, held: Held) -> None:
+        """See `Client`."""
+        holding: _Holding = held.handle
+        with self.node.mutex:
+            for slot in holding.slots.values():
+                slot.release()
+            holding.slots.clear()
+            self.node.index.release(holding.lease)
+
+    # Store
+
+    def begin_store(
+        self,
+        model: Model,
+        keys: Sequence[bytes],
+        at: Sequence[int] = (),
+        first_page: int = 0,
+        places: Sequence[str] | None = None,
+    ) -> Storing:
+        """See `Client`."""
+        mask = self._mask(places)
+        with self.node.locked() as index:
+            plan = index.plan_store(_spaces(model), keys, at, first_page, mask)
+        rooms = [
+            Room(Part(r.group, r.first, len(r.entry.pages)), r.slot.payload(), (index, r)) for r in plan.reservations
+        ]
+        return Storing(rooms, plan.present, plan.dropped, plan)
+
+    def filled(self, room: Room) -> None:
+        """See `Client`."""
+        handle: tuple[Index, Reservation] = room.handle
+        index, reservation = handle
+        index.filled(reservation)
+
+    def finish_store(self, storing: Storing) -> Finished:
+        """See `Client`."""
+        plan: StorePlan = storing.handle
+        with self.node.locked() as index:
+            stored = index.commit(plan)
+            written = _arrival(index.writes_of(plan.touched), lambda: index.arrived(plan))
+        return Finished(sum(len(entry.pages) for entry in stored), written)
+
+    # Operators
+
+    def prefetch(
+        self, model: Model, keys: Sequence[bytes], source: Sequence[str] | None, destination: str
+    ) -> Future[int]:
+        """See `Client`."""
+        target = self._mask([destination])
+        places = self._mask(source)
+        return self.node.start(self._prefetch(_spaces(model), keys, places, target))
+
+    async def _prefetch(self, spaces: Sequence[Space], keys: Sequence[bytes], places: int, target: int) -> int:
+        with self.node.locked() as index:
+            lease = index.lease(index.find(spaces, keys, places | target))
+        done = 0
+        try:
+            for piece in lease.found.pieces:
+                if not await self._bring(piece.entry, target):
+                    break
+                done += piece.pages if piece.group == lease.found.pieces[0].group else 0
+        finally:
+            with self.node.mutex:
+                self.node.index.release(lease)
+        return done
+
+    async def _bring(self, entry: Entry, target: int) -> bool:
+        if entry.where & target:
+            return True
+        wait: Future[bool] | None = None
+        with self.node.locked() as index:
+            if entry.slot is None:
+                load = index.load(entry)
+                if load is None:
+                    return False
+                wait = _future(load)
+        if wait is not None and not await asyncio.wrap_future(wait):
+            return False
+        if target == POOL:
+            return True
+        with self.node.locked() as index:
+            tier = next(tier for tier in index.tiers if tier.bit == target)
+            if index.write(tier, entry) is not None:
+                return False
+            arrived = _arrival(index.writes_of([entry]), lambda: bool(entry.where & target))
+        return await asyncio.wrap_future(arrived)
+
+    def pin(self, model: Model, keys: Sequence[bytes]) -> int:
+        """See `Client`."""
+        with self.node.locked() as index:
+            found = index.find(_spaces(model), keys)
+            index.pin(piece.entry for piece in found.pieces)
+        return found.pages
+
+    def unpin(self, model: Model, keys: Sequence[bytes]) -> int:
+        """See `Client`."""
+        with self.node.locked() as index:
+            found = index.find(_spaces(model), keys)
+            pinned = [piece for piece in found.pieces if piece.entry.pins == 1]
+            index.unpin(piece.entry for piece in found.pieces)
+        return sum(piece.pages for piece in pinned if piece.group == 0)
+
+    def evict(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> int:
+        """See `Client`."""
+        mask = self._mask(places)
+        with self.node.locked() as index:
+            found = index.find(_spaces(model), keys)
+            return index.evict((piece.entry for piece in reversed(found.pieces)), mask)
+
+    def clear(self, model: Model | None = None, places: Sequence[str] | None = None) -> int:
+        """See `Client`."""
+        mask = self._mask(places)
+        with self.node.locked() as index:
+            return index.clear(index.spaces.values() if model is None else _spaces(model), mask)
+
+    def count(self, name: str, label: str, amount: float = 1) -> None:
+        """See `Client`."""
+        with self.node.mutex:
+            self.node.counts.add(name, label, amount)
+
+    def stats(self) -> Stats:
+        """See `Client`."""
+        node = self.node
+        with node.locked() as index:
+            tiers = [
+                TierStats(
+                    runner.config.name,
+                    runner.config.backend,
+                    runner.up,
+                    tier.used,
+                    tier.capacity,
+                    len(tier.policy),
+                    runner.queued,
+                    runner.quarantined,
+                    runner.backend.counters() if isinstance(runner.backend, CountsEvents) else {},
+                )
+                for runner, tier in zip(node.runners, index.tiers, strict=True)
+            ]
+            return Stats(
+                node.pool.capacity,
+                node.pool.usable,
+                node.pool.used,
+                node.pool.slots,
+                sum(1 for space in index.spaces.values() for entry in space.chunks.values() if entry.where & POOL),
+                len(index.leases),
+                len(index.pinned),
+                sum(len(space.staged) for space in index.spaces.values()),
+                node.lag,
+                tiers,
+                node.counts.snapshot(),
+            )
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """See `Client`."""
+        return self.node.flush(timeout)
+
+    def close(self) -> None:
+        """See `Client`."""
+        if self._owns:
+            self.node.close()
+
+
+def _spaces(model: Model) -> Sequence[Space]:
+    if not isinstance(model, DirectModel):
+        raise UsageError("a model that was registered with another client")
+    return model.spaces
+
+
+def _future(load: Load) -> Future[bool]:
+    future: Future[bool] = Future()
+    load.waiters.append(future.set_result)
+    return future
+
+
+def _arrival(writes: Sequence[Write], outcome: Callable[[], bool]) -> Future[bool]:
+    """A future of `outcome` once `writes` have ended. Their waiters are called on the event loop, one after another."""
+    future: Future[bool] = Future()
+    left = len(writes)
+
+    def ended(_: bool) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            future.set_result(outcome())
+
+    for write in writes:
+        write.waiters.append(ended)
+    if not writes:
+        future.set_result(outcome())
+    return future

@@ -1,0 +1,215 @@
+"""The host pool: one memfd that holds every chunk in host memory, and slots in it.
+
+The pool is taken at once, checked against what the machine has free, and faulted in behind the scenes: a fresh page
+costs 3 us, so a slot is handed out only from memory whose pages exist. Slots are extents, so a one-page tail takes a
+quarter of a full chunk's room.
+
+A `Slot` is counted: whoever needs the bytes to stay (residence in the pool, a tier that is being written, a copy to
+the engine) holds a reference; at zero the room is free. The pool itself is not thread-safe but for `prefault`; its
+owner calls it under one mutex.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+
+from lmcache_core.errors import PoolError, UsageError
+from lmcache_core.extents import ExtentAllocator
+from lmcache_core.frame import ALIGN, FrameShape, aligned
+from lmcache_core.units import format_size
+
+log = logging.getLogger(__name__)
+
+FAULT_STEP = 32 << 20
+HUGE_PAGE = 2 << 20
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Slot:
+    """Room for one frame in the pool, counted. Not thread-safe: its owner's mutex guards the count."""
+
+    __slots__ = ("_pool", "_refs", "form", "frame", "offset", "sealed")
+
+    def __init__(self, pool: HostPool, offset: int, form: FrameShape) -> None:
+        self._pool = pool
+        self._refs = 1
+        self.offset = offset
+        self.form = form
+        self.frame = pool.memory[offset : offset + form.nbytes]
+        self.sealed = False
+        """Whether the header in front of the payload is valid, so that the frame can be written to tiers."""
+
+    @property
+    def references(self) -> int:
+        """How many holders there are; 0 once the room has been freed."""
+        return self._refs
+
+    def payload(self, shard: int = 0, pages: int | None = None) -> memoryview:
+        """The first `pages` pages of one shard (all by default): `pages * page_bytes` writable bytes."""
+        form = self.form
+        start = form.header_bytes + shard * form.shard_bytes
+        size = form.shard_bytes if pages is None else pages * form.page_bytes
+        return self.frame[start : start + size]
+
+    def acquire(self) -> None:
+        """Become one more holder.
+
+        Raises:
+            UsageError: The slot has been freed.
+        """
+        if self._refs < 1:
+            raise UsageError("a freed slot cannot be acquired again")
+        self._refs += 1
+
+    def release(self) -> None:
+        """Stop being a holder; the last one frees the room.
+
+        Raises:
+            UsageError: There was no holder left.
+        """
+        if self._refs < 1:
+            raise UsageError("a slot was released more often than it was acquired")
+        self._refs -= 1
+        if not self._refs:
+            self._pool.give_back(self)
+
+
+class HostPool:
+    """Memory of one node for chunks.
+
+    Args:
+        capacity: Bytes, rounded up to whole pages.
+        hugepages: Take 2 MiB pages from the system's reserve.
+        prefault: Fault the memory in on a thread of its own. Off, it is all usable at once and faulted by first use.
+
+    Raises:
+        PoolError: The machine hasn't that much memory free, or no huge pages.
+    """
+
+    def __init__(self, capacity: int, *, hugepages: bool = False, prefault: bool = True) -> None:
+        unit = HUGE_PAGE if hugepages else ALIGN
+        self.capacity = -(-capacity // unit) * unit
+        if self.capacity < ALIGN:
+            raise PoolError("cpu.capacity must be at least 4KiB")
+        _check_free(self.capacity, hugepages)
+        self.fd = _memfd(self.capacity, hugepages)
+        self._map = mmap.mmap(self.fd, self.capacity)
+        self.memory = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.slots = 0
+        """Slots that are held by anybody."""
+        self._extents = ExtentAllocator(0 if prefault else self.capacity)
+        self._stop = threading.Event()
+        self._faulter: threading.Thread | None = None
+        self._prefault = prefault
+        log.info("host pool: %s of host memory%s", format_size(self.capacity), " in huge pages" if hugepages else "")
+
+    @property
+    def usable(self) -> int:
+        """Bytes that are faulted in."""
+        return self._extents.capacity
+
+    @property
+    def used(self) -> int:
+        """Bytes in slots that are held by anybody."""
+        return self._extents.capacity - self._extents.free_bytes
+
+    def allocate(self, form: FrameShape) -> Slot | None:
+        """A slot for a frame of that shape with one reference, or None when no room is contiguous."""
+        offset = self._extents.allocate(form.nbytes)
+        if offset is None:
+            return None
+        self.slots += 1
+        return Slot(self, offset, form)
+
+    def give_back(self, slot: Slot) -> None:
+        """Free the room of a slot whose last reference is gone. Called by the slot."""
+        self.slots -= 1
+        slot.frame = memoryview(b"")
+        self._extents.free(slot.offset, aligned(slot.form.nbytes))
+
+    def start_prefault(self, mutex: threading.Lock, grown: Callable[[], None] = lambda: None) -> None:
+        """Fault the memory in, first step before this returns, the rest on a daemon thread that adds each step to the
+        usable room under `mutex` and calls `grown` after the last one."""
+        if not self._prefault:
+            return
+        self._fault_step(0, mutex)
+        self._faulter = threading.Thread(
+            target=self._fault_all, args=(mutex, grown), name="lmcache-prefault", daemon=True
+        )
+        self._faulter.start()
+
+    def close(self) -> None:
+        """Let go of the memory. Views that are still held keep their part of it alive."""
+        self._stop.set()
+        if self._faulter is not None:
+            self._faulter.join()
+        self.memory.release()
+        os.close(self.fd)
+
+    def _fault_all(self, mutex: threading.Lock, grown: Callable[[], None]) -> None:
+        for start in range(FAULT_STEP, self.capacity, FAULT_STEP):
+            if self._stop.is_set():
+                return
+            self._fault_step(start, mutex)
+        grown()
+
+    def _fault_step(self, start: int, mutex: threading.Lock) -> None:
+        size = min(FAULT_STEP, self.capacity - start)
+        # By ctypes, since it lets go of the GIL where mmap.madvise does not.
+        if _libc.madvise(self.address + start, size, _MADV_POPULATE_WRITE):
+            self.memory[start : start + size : ALIGN] = bytes(-(-size // ALIGN))  # kernels before 5.14
+        with mutex:
+            self._extents.grow(size)
+
+
+def _memfd(capacity: int, hugepages: bool) -> int:
+    flags = os.MFD_CLOEXEC | (os.MFD_HUGETLB if hugepages else 0)
+    fd = os.memfd_create("lmcache-pool", flags)
+    try:
+        os.ftruncate(fd, capacity)
+        if hugepages:
+            os.posix_fallocate(fd, 0, capacity)
+    except OSError as error:
+        os.close(fd)
+        raise PoolError(
+            f"cpu.hugepages: the system has no {format_size(capacity)} of huge pages reserved ({error.strerror}); "
+            f"reserve them with 'sysctl vm.nr_hugepages={capacity // HUGE_PAGE}' or write 'hugepages: false'"
+        ) from error
+    return fd
+
+
+def _check_free(capacity: int, hugepages: bool) -> None:
+    if hugepages:
+        return  # the reserve is asked for when it is taken
+    free = available_memory()
+    if free is not None and capacity > free:
+        raise PoolError(
+            f"cpu.capacity is {format_size(capacity)} but only {format_size(free)} of memory is free; "
+            "write a smaller cpu.capacity. The pool is one for all engine processes of this node, not one a process"
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes that can be taken without swapping, the cgroup's limit considered; None when the system doesn't tell."""
+    values = []
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    values.append(int(line.split()[1]) * 1024)
+        with (
+            open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit,
+            open("/sys/fs/cgroup/memory.current", encoding="ascii") as current,
+        ):
+            values.append(max(0, int(limit.read()) - int(current.read())))
+    except (OSError, ValueError):
+        pass  # no cgroup v2, or "max": the limit is the machine's
+    return min(values) if values else None

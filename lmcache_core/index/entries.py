@@ -1,0 +1,185 @@
+"""What the index knows of one chunk (`Entry`) and of all chunks of one group of one namespace (`Space`).
+
+Where a chunk can be read is a bit mask: bit 0 is the host pool, bit i + 1 tier i. A chunk that is being stored for the
+first time is staged: only its reservation knows it, nobody can find it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache_core.frame import FrameShape, shape
+from lmcache_core.namespace import GroupKind
+from lmcache_core.protocols import ChunkKey
+
+if TYPE_CHECKING:
+    from lmcache_core.hostpool import Slot
+    from lmcache_core.index.decisions import Load
+
+POOL = 1
+
+
+def tier_bit(number: int) -> int:
+    """Bit of tier `number` in a mask of places."""
+    return 2 << number
+
+
+class Entry:
+    """One chunk. Compared and hashed by identity."""
+
+    __slots__ = (
+        "doomed",
+        "key",
+        "leases",
+        "load",
+        "nbytes",
+        "pages",
+        "parent",
+        "pins",
+        "slot",
+        "space",
+        "where",
+        "writing",
+    )
+
+    def __init__(self, space: Space, pages: tuple[bytes, ...], parent: bytes, nbytes: int) -> None:
+        self.space = space
+        self.key = pages[-1]
+        self.pages = pages
+        self.parent = parent
+        self.nbytes = nbytes
+        self.slot: Slot | None = None
+        self.where = 0
+        """Places it can be read from."""
+        self.writing = 0
+        """Tiers that are being written."""
+        self.doomed = 0
+        """Tiers whose write must be undone when it has ended."""
+        self.load: Load | None = None
+        self.leases = 0
+        self.pins = 0
+
+    @property
+    def ident(self) -> tuple[bytes, bytes]:
+        """Identity that outlives the object."""
+        return (self.space.digest, self.key)
+
+    @property
+    def chunk_key(self) -> ChunkKey:
+        """Name of the chunk for backends."""
+        return ChunkKey(self.space.digest, self.key)
+
+    @property
+    def form(self) -> FrameShape:
+        """Sizes of its frame. Only for spaces whose geometry is known."""
+        return self.space.form(len(self.pages))
+
+    def __repr__(self) -> str:
+        return f"<Entry {self.key.hex()[:12]} pages={len(self.pages)} where={self.where:b}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What the index has to know of a group to size its chunks and to tell hits.
+
+    Args:
+        kind: The rule by which a prefix can be restored.
+        page_bytes: Bytes of one page of one shard, all layers.
+        shards: Shards of a chunk.
+        chunk_pages: Pages of a full chunk (1 for state groups).
+        window_pages: Pages that cover a sliding window (window groups only).
+        shareable: Whether chunks may leave this host.
+        manifest: Readable description for tiers that keep one.
+    """
+
+    kind: GroupKind
+    page_bytes: int
+    shards: int
+    chunk_pages: int
+    window_pages: int = 0
+    shareable: bool = True
+    manifest: bytes = b""
+
+
+class Space:
+    """Chunks of one group of one namespace, by the keys of their pages."""
+
+    def __init__(self, digest: bytes, geometry: Geometry | None = None) -> None:
+        self.digest = digest
+        self.geometry = geometry
+        """None for chunks found on a tier whose model nobody has named yet; they cannot be read, only evicted."""
+        self.chunks: dict[bytes, Entry] = {}
+        self.staged: dict[bytes, Entry] = {}
+        self._holders: dict[bytes, dict[Entry, None]] = {}
+        self._children: dict[bytes, set[Entry]] = {}
+
+    def form(self, pages: int) -> FrameShape:
+        """Sizes of a frame of `pages` pages."""
+        assert self.geometry is not None, "the space has not been registered"
+        return shape(pages, self.geometry.shards, self.geometry.page_bytes)
+
+    def enter(self, entry: Entry) -> None:
+        """Make an entry findable."""
+        self.chunks[entry.key] = entry
+        for page in entry.pages[:-1]:
+            self._holders.setdefault(page, {})[entry] = None
+
+    def leave(self, entry: Entry) -> None:
+        """Undo `enter` and `adopt`."""
+        if self.chunks.get(entry.key) is entry:
+            del self.chunks[entry.key]
+            for page in entry.pages[:-1]:
+                held = self._holders[page]
+                del held[entry]
+                if not held:
+                    del self._holders[page]
+        self.orphan(entry)
+
+    def adopt(self, entry: Entry) -> None:
+        """Note that `entry` needs the chunk in front of it."""
+        if entry.parent:
+            self._children.setdefault(entry.parent, set()).add(entry)
+
+    def orphan(self, entry: Entry) -> None:
+        """Undo `adopt`."""
+        siblings = self._children.get(entry.parent)
+        if siblings is not None:
+            siblings.discard(entry)
+            if not siblings:
+                del self._children[entry.parent]
+
+    def has_children(self, entry: Entry) -> bool:
+        """Whether a chunk is known that needs this one."""
+        return entry.key in self._children
+
+    def leaf(self, entry: Entry) -> Entry:
+        """A chunk behind `entry` that no other needs; `entry` itself if none needs it."""
+        while children := self._children.get(entry.key):
+            entry = next(iter(children))
+        return entry
+
+    def holding(self, page: bytes) -> Iterator[Entry]:
+        """Chunks that hold a page, the one it ends first."""
+        entry = self.chunks.get(page)
+        if entry is not None:
+            yield entry
+        yield from self._holders.get(page, ())
+
+    def run(self, keys: Sequence[bytes], first: int, places: int) -> tuple[Entry, int] | None:
+        """The longest run of pages `keys[first:]` inside one window that one readable chunk starts with: the chunk
+        and the number of pages. `first` is the start of a window, `places` a mask of places that can be read."""
+        assert self.geometry is not None
+        size = self.geometry.chunk_pages
+        full = first + size
+        if full <= len(keys):
+            entry = self.chunks.get(keys[full - 1])
+            if entry is not None and entry.where & places and len(entry.pages) == size:
+                return entry, size
+        for last in range(min(full, len(keys)) - 1, first - 1, -1):
+            length = last - first + 1
+            for entry in self.holding(keys[last]):
+                if entry.where & places and len(entry.pages) >= length and entry.pages[length - 1] == keys[last]:
+                    return entry, length
+        return None

@@ -1,0 +1,168 @@
+"""Eviction order of one tier: LRU, and S3-FIFO, which one long scan cannot flush.
+
+A policy only orders; the index decides whether a candidate may go. Nothing here locks: the index's mutex guards it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from lmcache_core.index.entries import Entry
+
+PolicyName = Literal["lru", "s3fifo"]
+_BATCH = 32
+
+
+class Policy(Protocol):
+    """Orders the entries of a tier for eviction."""
+
+    def add(self, entry: Entry) -> None:
+        """Take in an entry that became resident. Adding it again is a touch."""
+        ...
+
+    def touch(self, entry: Entry) -> None:
+        """Note a use. Unknown entries are passed over."""
+        ...
+
+    def discard(self, entry: Entry) -> None:
+        """Forget an entry that is resident no longer, if it is known."""
+        ...
+
+    def candidates(self) -> Iterator[Entry]:
+        """Entries in the order in which they should go. The caller may discard each one that it is given, and stops
+        when it has enough. Ends after having offered every entry once."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class Lru:
+    """Least recently used first."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[Entry, None] = OrderedDict()
+        self.touch_order = self._order.move_to_end
+
+    def add(self, entry: Entry) -> None:
+        """See `Policy`."""
+        self._order[entry] = None
+        self._order.move_to_end(entry)
+
+    def touch(self, entry: Entry) -> None:
+        """See `Policy`."""
+        if entry in self._order:
+            self._order.move_to_end(entry)
+
+    def discard(self, entry: Entry) -> None:
+        """See `Policy`."""
+        self._order.pop(entry, None)
+
+    def candidates(self) -> Iterator[Entry]:
+        """See `Policy`."""
+        kept = 0
+        while batch := list(islice(self._order, kept, kept + _BATCH)):
+            for entry in batch:
+                yield entry
+                kept += entry in self._order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+
+class S3Fifo:
+    """S3-FIFO (Yang et al., SOSP 2023, "FIFO queues are all you need for cache eviction").
+
+    New entries enter a small queue, a tenth of all bytes. Those not used while there leave first, and are remembered
+    as ghosts; those used, and ghosts that return, live in the main queue, where each use (three at most) is one more
+    round. Queues are measured in bytes, since a tail is smaller than a full chunk.
+    """
+
+    SMALL_SHARE = 0.1
+    MOST_USES = 3
+
+    def __init__(self) -> None:
+        self._small: OrderedDict[Entry, int] = OrderedDict()
+        self._main: OrderedDict[Entry, int] = OrderedDict()
+        self._ghosts: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
+        self._small_bytes = 0
+        self._main_bytes = 0
+
+    def add(self, entry: Entry) -> None:
+        """See `Policy`."""
+        if entry in self._small or entry in self._main:
+            self.touch(entry)
+        elif self._ghosts.pop(entry.ident, 0) is None:
+            self._main[entry] = 0
+            self._main_bytes += entry.nbytes
+        else:
+            self._small[entry] = 0
+            self._small_bytes += entry.nbytes
+
+    def touch(self, entry: Entry) -> None:
+        """See `Policy`."""
+        queue = self._small if entry in self._small else self._main
+        uses = queue.get(entry)
+        if uses is not None:
+            queue[entry] = min(uses + 1, self.MOST_USES)
+
+    def discard(self, entry: Entry) -> None:
+        """See `Policy`."""
+        uses = self._small.pop(entry, None)
+        if uses is not None:
+            self._small_bytes -= entry.nbytes
+            if not uses:
+                self._remember(entry)
+        elif self._main.pop(entry, None) is not None:
+            self._main_bytes -= entry.nbytes
+
+    def candidates(self) -> Iterator[Entry]:
+        """See `Policy`."""
+        offered: set[Entry] = set()
+        while len(offered) < len(self):
+            total = self._small_bytes + self._main_bytes
+            from_small = self._small and (self._small_bytes > total * self.SMALL_SHARE or not self._main)
+            queue = self._small if from_small else self._main
+            entry = next(iter(queue))
+            if queue[entry] and entry not in offered:
+                self._another_round(entry)
+                continue
+            if entry not in offered:
+                offered.add(entry)
+                yield entry
+            if entry in queue:  # it may not go now: let those behind it come up
+                queue.move_to_end(entry)
+                if all(other in offered for other in queue):
+                    yield from self._rest(offered)
+                    return
+
+    def _rest(self, offered: set[Entry]) -> Iterator[Entry]:
+        for entry in [*self._small, *self._main]:
+            if entry not in offered:
+                yield entry
+
+    def _another_round(self, entry: Entry) -> None:
+        uses = self._small.pop(entry, None)
+        if uses is None:
+            self._main[entry] -= 1
+            self._main.move_to_end(entry)
+            return
+        self._small_bytes -= entry.nbytes
+        self._main[entry] = 0
+        self._main_bytes += entry.nbytes
+
+    def _remember(self, entry: Entry) -> None:
+        self._ghosts[entry.ident] = None
+        while len(self._ghosts) > max(64, len(self)):
+            self._ghosts.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+
+def make_policy(name: PolicyName) -> Policy:
+    """A new policy by its name in the configuration."""
+    return Lru() if name == "lru" else S3Fifo()

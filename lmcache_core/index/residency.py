@@ -1,0 +1,283 @@
+"""Where chunks live: making room in the host pool and on tiers, writing to tiers, and what happens when that fails.
+
+The rule of order: a chunk is useless without those in front of it, so the last copy of a chunk goes only when no known
+chunk needs it, and a candidate that others need is replaced by a leaf behind it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from lmcache_core.counts import Counts
+from lmcache_core.frame import FrameShape
+from lmcache_core.hostpool import HostPool, Slot
+from lmcache_core.index.decisions import Decision, Delete, Refusal, Write
+from lmcache_core.index.entries import POOL, Entry
+from lmcache_core.index.policy import PolicyName, make_policy
+from lmcache_core.index.tiers import TierRules, TierState
+from lmcache_core.protocols import ChunkKey, WriteResult
+
+MOST_SKIPPED = 256
+"""Candidates that may be passed over in one search for room: a search must end soon even if everything is held."""
+
+CPU = "cpu"
+"""Label of the host pool."""
+
+
+class Residency:
+    """Chunks in the pool and on tiers. `out` collects decisions."""
+
+    def __init__(self, pool: HostPool, policy: PolicyName, rules: Sequence[TierRules], counts: Counts) -> None:
+        self.pool = pool
+        self.policy = make_policy(policy)
+        self.tiers = [TierState(number, each) for number, each in enumerate(rules)]
+        self.counts = counts
+        self.out: list[Decision] = []
+        self.readable = POOL
+        """Places that can be read now."""
+        self.pinned: set[Entry] = set()
+        self.writes: dict[Entry, list[Write]] = {}
+        """Writes that have not ended."""
+        self._spilling = any(tier.rules.write == "evict" for tier in self.tiers)
+
+    # Host pool
+
+    def allocate(self, form: FrameShape) -> Slot | None:
+        """A slot, if need be in place of chunks that may go. None when there is no room at once."""
+        slot = self.pool.allocate(form)
+        if slot is not None or form.nbytes > self.pool.usable:
+            return slot
+        skipped = 0
+        for candidate in self.policy.candidates():
+            entry = self._pool_victim(candidate)
+            if entry is None:
+                skipped += 1
+                if skipped > MOST_SKIPPED:
+                    break
+                continue
+            self.leave_pool(entry)
+            self.counts.add("evicted_chunks", CPU)
+            slot = self.pool.allocate(form)
+            if slot is not None:
+                return slot
+        return None
+
+    def enter_pool(self, entry: Entry, slot: Slot) -> None:
+        """Make a chunk readable from the pool. The slot's first reference becomes its residence."""
+        entry.slot = slot
+        entry.where |= POOL
+        if not entry.pins:
+            self.policy.add(entry)
+
+    def leave_pool(self, entry: Entry) -> None:
+        """End a chunk's residence; its room is free when nobody copies from it any more."""
+        slot, entry.slot = entry.slot, None
+        if slot is not None:
+            entry.where &= ~POOL
+            self.policy.discard(entry)
+            slot.release()
+            self.forget_if_gone(entry)
+
+    def _pool_victim(self, candidate: Entry) -> Entry | None:
+        """The chunk that may leave the pool in place of `candidate`, if any. Starts spilling those that must be
+        written to a tier first."""
+        if not self._pool_may_drop(candidate):
+            return None
+        if not candidate.where & self.readable & ~POOL and candidate.space.has_children(candidate):
+            candidate = candidate.space.leaf(candidate)
+            if candidate.where & ~POOL or not self._pool_may_drop(candidate):
+                return None
+        return None if self._spilling and self._spill(candidate) else candidate
+
+    @staticmethod
+    def _pool_may_drop(entry: Entry) -> bool:
+        slot = entry.slot
+        return slot is not None and slot.references == 1 and not entry.leases and not entry.pins
+
+    def _spill(self, entry: Entry) -> bool:
+        """Start writing a chunk to the tiers that take what the pool evicts. False if it is on all of them already, or
+        cannot be written."""
+        started = False
+        for tier in self.tiers:
+            if tier.rules.write == "evict" and not entry.where & tier.bit and tier.up and tier.admits(entry):
+                started |= self.write(tier, entry) is None
+        return started
+
+    # Tiers
+
+    def write_through(self, entry: Entry, places: int) -> None:
+        """Start writing a chunk that is in the pool to all tiers of `places` that take chunks as they are stored."""
+        for tier in self.tiers:
+            if tier.rules.write == "through" and places & tier.bit and tier.admits(entry):
+                self.write(tier, entry)
+
+    def write(
+        self, tier: TierState, entry: Entry, *, waiters: Iterable[Callable[[bool], None]] = (), last_try: bool = False
+    ) -> Refusal | None:
+        """Start writing a chunk that is in the pool to a tier. Returns why not, and counts it, if it can't be done."""
+        slot = entry.slot
+        if slot is None or (entry.where | entry.writing | entry.doomed) & tier.bit:
+            return None
+        refusal = None
+        evict: list[ChunkKey] = []
+        if not tier.up:
+            refusal = Refusal.TIER_DOWN
+        elif tier.rules.shared and entry.space.geometry is not None and not entry.space.geometry.shareable:
+            return None
+        elif tier.pending + entry.nbytes > tier.rules.pending_limit:
+            refusal = Refusal.QUEUE_FULL
+        elif not self._make_room(tier, tier.over(entry.nbytes), evict):
+            refusal = Refusal.TIER_FULL
+        if refusal is not None:
+            if evict:
+                self.out.append(Delete(tier.number, evict))
+            self.counts.add("dropped_chunks", refusal.value)
+            return refusal
+        slot.acquire()
+        entry.writing |= tier.bit
+        tier.used += entry.nbytes
+        tier.pending += entry.nbytes
+        write = Write(tier.number, entry, slot, evict, last_try, list(waiters))
+        self.writes.setdefault(entry, []).append(write)
+        self.out.append(write)
+        return None
+
+    def writes_of(self, entries: Iterable[Entry]) -> list[Write]:
+        """Writes of chunks that have not ended."""
+        return [write for entry in entries for write in self.writes.get(entry, ())]
+
+    def wrote(self, write: Write, result: WriteResult | None) -> bool:
+        """Event: a write has ended; None stands for a failure. Returns whether its waiters can be told now."""
+        tier, entry = self.tiers[write.tier], write.entry
+        entry.writing &= ~tier.bit
+        under_way = self.writes[entry]
+        under_way.remove(write)
+        if not under_way:
+            del self.writes[entry]
+        tier.pending -= entry.nbytes
+        tier.used -= entry.nbytes
+        doomed = entry.doomed & tier.bit
+        entry.doomed &= ~tier.bit
+        told = True
+        if result is WriteResult.STORED and not doomed and tier.up:
+            tier.used += entry.nbytes
+            tier.gained(entry)
+            self.counts.add("written_chunks", tier.rules.name)
+            self.counts.add("written_bytes", tier.rules.name, entry.nbytes)
+        elif result is WriteResult.FULL and not doomed:
+            told = not self._once_more(tier, write)
+        else:
+            if result is None:
+                self.counts.add("dropped_chunks", Refusal.WRITE_FAILED.value)
+            newer = entry.space.chunks.get(entry.key, entry)
+            if tier.up and result is not WriteResult.FULL and not (newer.where | newer.writing) & tier.bit:
+                self.out.append(Delete(tier.number, [entry.chunk_key]))
+        write.slot.release()
+        self.forget_if_gone(entry)
+        return told
+
+    def _once_more(self, tier: TierState, write: Write) -> bool:
+        """A tier says that it is full although our account says otherwise (fragments, other owners): make twice the
+        room and try once more. The pool's slot is still held by the write that has just ended."""
+        entry = write.entry
+        evict: list[ChunkKey] = []
+        if not write.last_try and entry.slot is write.slot and tier.up:
+            self._make_room(tier, 2 * entry.nbytes, evict)
+            if evict:
+                self.out.append(Delete(tier.number, evict))
+                return self.write(tier, entry, waiters=write.waiters, last_try=True) is None
+        self.counts.add("dropped_chunks", Refusal.TIER_FULL.value)
+        return False
+
+    def _make_room(self, tier: TierState, needed: int, evicted: list[ChunkKey]) -> bool:
+        """Take chunks worth `needed` bytes off a tier's account; their keys are added to `evicted` for deletion."""
+        skipped = 0
+        if needed <= 0:
+            return True
+        for candidate in tier.candidates():
+            entry = self._tier_victim(tier, candidate)
+            if entry is None:
+                skipped += 1
+                if skipped > MOST_SKIPPED:
+                    break
+                continue
+            evicted.append(entry.chunk_key)
+            needed -= entry.nbytes
+            tier.lost(entry)
+            self.counts.add("evicted_chunks", tier.rules.name)
+            self.forget_if_gone(entry)
+            if needed <= 0:
+                return True
+        return False
+
+    def _tier_victim(self, tier: TierState, candidate: Entry) -> Entry | None:
+        if not self._tier_may_drop(tier, candidate):
+            return None
+        if not candidate.where & ~tier.bit and candidate.space.has_children(candidate):
+            candidate = candidate.space.leaf(candidate)
+            if not candidate.where & tier.bit or not self._tier_may_drop(tier, candidate):
+                return None
+        return candidate
+
+    @staticmethod
+    def _tier_may_drop(tier: TierState, entry: Entry) -> bool:
+        read = entry.load is not None and entry.load.tier == tier.number
+        return not (read or entry.pins or (entry.leases and not entry.where & POOL))
+
+    def shrink(self, tier: TierState) -> None:
+        """Delete what a tier holds above its capacity, which may have become smaller."""
+        evict: list[ChunkKey] = []
+        self._make_room(tier, tier.over(0), evict)
+        if evict:
+            self.out.append(Delete(tier.number, evict))
+
+    def lose(self, tier: TierState, entry: Entry, *, delete: bool) -> None:
+        """A chunk cannot be read from a tier any more; `delete` what may still be there. A write under way is undone
+        when it has ended."""
+        if entry.writing & tier.bit:
+            entry.doomed |= tier.bit
+        if entry.where & tier.bit:
+            tier.lost(entry)
+            if delete:
+                self.out.append(Delete(tier.number, [entry.chunk_key]))
+            self.forget_if_gone(entry)
+
+    def set_up(self, tier: TierState, up: bool) -> None:
+        """Event: a tier can be used, or can't."""
+        tier.up = up
+        self.readable = self.readable | tier.bit if up else self.readable & ~tier.bit
+
+    # Entries
+
+    def forget_if_gone(self, entry: Entry) -> None:
+        """Forget a chunk that is nowhere and that nothing is being done with."""
+        if not (entry.where or entry.writing) and entry.load is None and entry.space.staged.get(entry.key) is not entry:
+            entry.space.leave(entry)
+            self.pinned.discard(entry)
+
+    def remove(self, entries: Iterable[Entry], places: int, *, label: str | None = None) -> int:
+        """Take chunks out of `places`, whoever leases or pins them; returns how many were anywhere there."""
+        removed = 0
+        gone: defaultdict[int, list[ChunkKey]] = defaultdict(list)
+        for entry in list(entries):
+            removed += bool(entry.where & places)
+            if entry.load is not None and places & POOL:
+                entry.load.doomed = True
+            for tier in self.tiers:
+                if not places & tier.bit:
+                    continue
+                if entry.writing & tier.bit:
+                    entry.doomed |= tier.bit
+                if entry.where & tier.bit:
+                    gone[tier.number].append(entry.chunk_key)
+                    tier.lost(entry)
+                    if label:
+                        self.counts.add(label, tier.rules.name)
+            if places & POOL and entry.slot is not None:
+                if label:
+                    self.counts.add(label, CPU)
+                self.leave_pool(entry)
+            self.forget_if_gone(entry)
+        self.out += [Delete(number, keys) for number, keys in gone.items()]
+        return removed

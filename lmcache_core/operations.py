@@ -1,0 +1,229 @@
+"""Storing and retrieving a prompt, step by step, written once for blocking and awaiting callers.
+
+An operation is a generator. It yields `Copy` (run this, it moves bytes) or `Wait` (wait for this future, at most so
+long) and is sent what came of it. `run` drives it on the caller's thread, `arun` on the caller's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from lmcache_core.client import Client, Finished, Held, Model
+from lmcache_core.protocols import KVView
+
+T = TypeVar("T")
+
+AHEAD = 8
+"""Chunks that are read from tiers ahead of the one being copied."""
+TRIES = 3
+"""How often the boundary is looked for again when a part of a group could not be had."""
+
+
+class Copy(NamedTuple):
+    """Call `move`; it copies bytes and may take a while."""
+
+    move: Callable[[], None]
+
+
+class Wait(NamedTuple):
+    """Wait for `future`, at most `seconds`. The answer sent is its result, or False when it isn't there in time."""
+
+    future: Future[bool]
+    seconds: float | None
+
+
+Step = Copy | Wait
+Operation = Generator[Step, bool, T]
+
+
+def run(operation: Operation[T]) -> T:
+    """Carry an operation out on this thread."""
+    answer = False
+    try:
+        step = next(operation)
+        while True:
+            if isinstance(step, Copy):
+                step.move()
+            else:
+                try:
+                    answer = step.future.result(step.seconds)
+                except TimeoutError:
+                    answer = False
+            step = operation.send(answer)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        operation.close()
+
+
+async def arun(operation: Operation[T]) -> T:
+    """Carry an operation out for a coroutine: copies go to a thread, so that the event loop runs on."""
+    answer = False
+    try:
+        step = next(operation)
+        while True:
+            if isinstance(step, Copy):
+                copying = asyncio.ensure_future(asyncio.to_thread(step.move))
+                try:
+                    await asyncio.shield(copying)
+                except asyncio.CancelledError:
+                    await asyncio.wait([copying])  # the slot is in use until the copy has ended
+                    raise
+            else:
+                try:
+                    answer = await asyncio.wait_for(
+                        asyncio.shield(asyncio.wrap_future(step.future)), timeout=step.seconds
+                    )
+                except TimeoutError:
+                    answer = False
+            step = operation.send(answer)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        operation.close()
+
+
+@dataclass(slots=True)
+class Loaded:
+    """Outcome of `retrieve`: pages that are in the view now, and by tier how many of them came from there."""
+
+    pages: int
+    tiers: dict[str, int]
+
+
+def retrieve(
+    client: Client,
+    model: Model,
+    keys: Sequence[bytes],
+    view: KVView,
+    *,
+    first_page: int = 0,
+    places: Sequence[str] | None = None,
+    seconds: float | None = None,
+) -> Operation[Loaded]:
+    """Copy the longest prefix that can be restored into `view`; pages in front of `first_page` are there already.
+
+    A part that cannot be had ends the prefix in front of it. What lies in the view behind the pages returned is
+    undefined.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+    for _ in range(TRIES):
+        held = client.hold(model, keys, places)
+        try:
+            loaded, broken = yield from _load(client, model, held, view, first_page, deadline)
+        finally:
+            client.release(held)
+        if not broken or len(model.namespace.groups) == 1:
+            break
+        keys = keys[: max(held.pages - 1, 0)]
+    else:
+        loaded = Loaded(0, {})
+    token_pages = model.namespace.page_tokens
+    for tier, pages in loaded.tiers.items():
+        client.count("retrieved_tokens", tier, pages * token_pages)
+    return loaded
+
+
+def _load(
+    client: Client, model: Model, held: Held, view: KVView, first_page: int, deadline: float | None
+) -> Operation[tuple[Loaded, bool]]:
+    """Copy all parts of `held`. Returns what arrived and whether a part was missing."""
+    parts = held.parts
+    tiers: dict[str, int] = {}
+    granted: list[Any] = []
+    copied_bytes = 0
+    started = time.perf_counter()
+    number = 0
+    broken = False
+    while number < len(parts):
+        if not granted or granted[0].source is None:
+            granted = client.grant(held, number, AHEAD)
+            if not granted:
+                broken = True
+                break
+            if granted[0].wait is not None:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not (yield Wait(granted[0].wait, left)):
+                    broken = True
+                    break
+                continue
+        ready = 0
+        for grant in granted:
+            if grant.source is None:
+                break
+            part = parts[number + ready]
+            if part.first + part.pages > first_page:
+                yield Copy(_scatter(view, part.group, part.first, part.pages, grant.source))
+                copied_bytes += len(grant.source)
+            if part.group == parts[0].group:
+                tiers[grant.tier] = tiers.get(grant.tier, 0) + part.pages
+            ready += 1
+        client.consume(held, ready)
+        number += ready
+        granted = granted[ready:]
+    if copied_bytes:
+        client.count("copied_bytes", "to_engine", copied_bytes)
+        client.count("copy_seconds", "to_engine", time.perf_counter() - started)
+    pages = held.pages
+    if broken:
+        single = len(model.namespace.groups) == 1
+        pages = parts[number].first if single else 0
+        tiers = tiers if single else {}
+    return Loaded(pages, tiers), broken
+
+
+def _scatter(view: KVView, group: int, first: int, pages: int, source: memoryview) -> Callable[[], None]:
+    return lambda: view.scatter(group, first, pages, source)
+
+
+@dataclass(slots=True)
+class Stored:
+    """Outcome of `store`, in pages over all groups."""
+
+    stored: int
+    present: int
+    dropped: int
+    written: Future[bool]
+
+
+def store(
+    client: Client,
+    model: Model,
+    keys: Sequence[bytes],
+    view: KVView,
+    *,
+    at: Sequence[int] = (),
+    first_page: int = 0,
+    places: Sequence[str] | None = None,
+) -> Operation[Stored]:
+    """Copy what the node lacks of a prompt out of `view`."""
+    storing = client.begin_store(model, keys, at, first_page, places)
+    copied = 0
+    started = time.perf_counter()
+    finished: Finished | None = None
+    try:
+        for room in storing.rooms:
+            yield Copy(_gather(view, room.part.group, room.part.first, room.part.pages, room.target))
+            client.filled(room)
+            copied += len(room.target)
+    finally:
+        finished = client.finish_store(storing)
+    if copied:
+        client.count("copied_bytes", "from_engine", copied)
+        client.count("copy_seconds", "from_engine", time.perf_counter() - started)
+    tokens = model.namespace.page_tokens
+    client.count("stored_tokens", "store", finished.pages * tokens)
+    client.count("present_tokens", "store", storing.present * tokens)
+    lost = sum(room.part.pages for room in storing.rooms) - finished.pages
+    return Stored(finished.pages, storing.present, storing.dropped + lost, finished.written)
+
+
+def _gather(view: KVView, group: int, first: int, pages: int, into: memoryview) -> Callable[[], None]:
+    return lambda: view.gather(group, first, pages, into)

@@ -1,0 +1,99 @@
+"""Asking tiers that cannot be listed what they hold of a prompt, once for all who want to know."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lmcache_core.errors import BackendError
+from lmcache_core.index import Space, tier_bit
+from lmcache_core.index.boundary import chunks_to_store
+from lmcache_core.protocols import ChunkKey, Scannable
+from lmcache_core.tier import TierRunner
+
+if TYPE_CHECKING:
+    from lmcache_core.node import Node
+
+FRESH = 1.0
+"""Seconds for which an answer is not asked for again."""
+MOST_KEYS = 1024
+_REMEMBERED = 4096
+
+
+class Prober:
+    """Probes of one node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._answered: dict[tuple[bytes, bytes, int], float] = {}
+        """When each prompt's answer grows old; infinity while it is being asked for."""
+        self._runners = [runner for runner in node.runners if not isinstance(runner.backend, Scannable)]
+
+    def wanted(self, spaces: Sequence[Space], keys: Sequence[bytes], first_page: int, places: int) -> bool:
+        """Start asking for the chunks of `keys` behind `first_page` unless there is a fresh answer. Called under the
+        node's mutex, on any thread. Returns whether an answer is being waited for."""
+        runners = [runner for runner in self._runners if runner.up and places & tier_bit(runner.number)]
+        if not runners or not keys:
+            return False
+        prompt = (spaces[0].digest, keys[-1], places)
+        until = self._answered.get(prompt, 0.0)
+        if until == math.inf:
+            return True
+        if until > time.monotonic():
+            return False
+        while len(self._answered) >= _REMEMBERED:
+            del self._answered[next(iter(self._answered))]
+        self._answered[prompt] = math.inf
+        self._node.start(self._ask(prompt, runners, spaces, keys, first_page))
+        return True
+
+    async def _ask(
+        self,
+        prompt: tuple[bytes, bytes, int],
+        runners: Sequence[TierRunner],
+        spaces: Sequence[Space],
+        keys: Sequence[bytes],
+        first_page: int,
+    ) -> None:
+        try:
+            await asyncio.gather(*(self._ask_tier(runner, spaces, keys, first_page) for runner in runners))
+        finally:
+            self._answered[prompt] = time.monotonic() + FRESH
+
+    async def _ask_tier(
+        self, runner: TierRunner, spaces: Sequence[Space], keys: Sequence[bytes], first_page: int
+    ) -> None:
+        try:
+            async with asyncio.timeout(runner.config.read_timeout):
+                for space in spaces:
+                    await self._ask_space(runner, space, keys, first_page)
+        except (BackendError, TimeoutError) as error:
+            runner.failed(error, "failed to look up")
+
+    async def _ask_space(self, runner: TierRunner, space: Space, keys: Sequence[bytes], first_page: int) -> None:
+        geometry = space.geometry
+        assert geometry is not None
+        size = geometry.chunk_pages
+        chunks = chunks_to_store(geometry.kind, len(keys), size, geometry.window_pages, (len(keys),))
+        chunks = [(first, pages) for first, pages in chunks if first + pages > first_page][:MOST_KEYS]
+        held = await self._contains(runner, space, keys, chunks)
+        missing = next((chunk for chunk, present in zip(chunks, held, strict=True) if not present), None)
+        if missing is not None and missing[1] > 1:
+            shorter = [(missing[0], pages) for pages in range(missing[1] - 1, 0, -1)]
+            await self._contains(runner, space, keys, shorter)
+
+    async def _contains(
+        self, runner: TierRunner, space: Space, keys: Sequence[bytes], chunks: Sequence[tuple[int, int]]
+    ) -> list[bool]:
+        names = [ChunkKey(space.digest, keys[first + pages - 1]) for first, pages in chunks]
+        held = await runner.contains(names)
+        found = [
+            (tuple(keys[first : first + pages]), keys[first - 1] if first else b"")
+            for (first, pages), present in zip(chunks, held, strict=True)
+            if present
+        ]
+        self._node.learned(runner.number, space, found)
+        return held
