@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from lmcache_core.config.conversion import Key, dotted, list_at, mapping_at
-from lmcache_core.config.fields import Field, fields_of, is_struct, unwrap
+from lmcache_core.config.fields import Field, fields_of, is_struct, union_members, unwrap
 from lmcache_core.config.masking import LooseText
 from lmcache_core.config.structs import Config, TierConfig
 from lmcache_core.errors import ConfigError, PluginError
@@ -68,6 +68,9 @@ class _Placement:
 
     def _descend(self, key: Key, tree: dict[str, Any], name: str, annotation: Any, parts: Sequence[str]) -> None:
         inner, _ = unwrap(annotation)
+        if parts:
+            # Of `str | list[str]` the parts of the name mean the list.
+            inner = next((member for member in union_members(inner) if _has_parts(member)), inner)
         origin = typing.get_origin(inner) or inner
         here = (*key, name)
         if origin in (list, tuple):
@@ -86,7 +89,8 @@ class _Placement:
             self._set(key, tree, name)
 
     def _into_list(self, key: Key, tree: dict[str, Any], name: str, item_type: Any, parts: Sequence[str]) -> None:
-        items = list_at(key, tree.get(name))
+        written = tree.get(name)
+        items: list[Any] = [written] if isinstance(written, str) else list_at(key, written)
         if not parts or not re.fullmatch(r"\d{1,4}", parts[0], re.ASCII):
             raise ConfigError(
                 f"environment {self._variable}: {dotted(key)} is a list; name the entry by its number, as in "
@@ -145,6 +149,11 @@ def _backend_is_known(tree: Mapping[str, Any]) -> bool:
     except PluginError:
         return False
     return True
+
+
+def _has_parts(annotation: Any) -> bool:
+    inner, _ = unwrap(annotation)
+    return is_struct(inner) or (typing.get_origin(inner) or inner) in (list, tuple, dict, Mapping)
 
 
 def _is_service_link(name: str, value: str) -> bool:

@@ -68,9 +68,8 @@ def _property(field: Field) -> dict[str, Any]:
     result = _value(field.annotation)
     if field.description:
         result["description"] = field.description
-    default = field.default if marked(field.annotation, "unit") else field.default_value
-    if isinstance(default, str | int | float) and not field.secret and default != "none" and not field.required:
-        result["default"] = default
+    if isinstance(field.default_value, str | int | float) and not field.secret:
+        result["default"] = field.default if marked(field.annotation, "unit") else field.default_value
     return result
 
 
@@ -79,7 +78,8 @@ def _value(annotation: Any) -> dict[str, Any]:
     inner, _ = unwrap(annotation)
     unit = marked(annotation, "unit")
     if members := union_members(inner):
-        return {"anyOf": [*map(_value, members), {"type": "null"}]}
+        null = [{"type": "null"}] if type(None) in typing.get_args(inner) else []
+        return {"anyOf": [*map(_value, members), *null]}
     if unit is not None:
         number = {"type": "integer" if unit == "bytes" else "number", "minimum": 0}
         return {"anyOf": [number, dict(_SIZE if unit == "bytes" else _DURATION), dict(_REFERENCE)]}

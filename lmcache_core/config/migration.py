@@ -9,10 +9,11 @@ from urllib.parse import quote
 
 import yaml
 
-from lmcache_core.config.conversion import mapping_at, shown
+from lmcache_core.config.conversion import InvalidSetting, mapping_at, shown
 from lmcache_core.config.document import read_document
 from lmcache_core.config.foreign import NO_SCHEME, SCHEMES, reason
 from lmcache_core.config.masking import mask_url
+from lmcache_core.errors import ConfigError
 
 Status = Literal["mapped", "changed", "dropped"]
 
@@ -45,7 +46,12 @@ def migrate(text: str, name: str = "<text>") -> Migration:
     Raises:
         ConfigError: It isn't YAML, or no mapping.
     """
-    return _Converter(mapping_at((), read_document(text, name).value)).run()
+    document = read_document(text, name)
+    try:
+        old = mapping_at((), document.value)
+    except InvalidSetting as invalid:
+        raise ConfigError(f"{name}: {invalid}") from None
+    return _Converter(old).run()
 
 
 class _Converter:
@@ -154,11 +160,10 @@ class _Converter:
             return _Outcome(
                 "dropped", "without max_local_disk_size LMCache keeps nothing there; add a disk tier if wanted"
             )
-        self._tiers.append({"backend": "disk", "path": _literal(paths[0]), "capacity": size})
-        if len(paths) > 1:
-            return _Outcome(
-                "changed", f"a disk tier at {paths[0]}; LMCache spreads over {len(paths)} paths, a tier has one"
-            )
+        written = [_literal(path) for path in paths]
+        self._tiers.append({"backend": "disk", "path": written[0] if len(written) == 1 else written, "capacity": size})
+        if not all(path.startswith("/") for path in paths):
+            return _Outcome("changed", f"a disk tier; write the whole path of {', '.join(paths)}, from / on")
         return _Outcome("mapped", "a disk tier")
 
     def _disk_size(self, value: Any) -> _Outcome:

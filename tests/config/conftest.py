@@ -44,7 +44,7 @@ SOURCE = '''
         """Where it listens."""
         password: Secret = ""
         """Password, if the url has none."""
-        nodes: list[str] = []
+        nodes: str | list[str] = []
         """More addresses."""
         labels: dict[str, str] = {}
         """Free text."""
