@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 ByteSize = Annotated[int, msgspec.Meta(extra={"unit": "bytes"})]
-"""A number of bytes; accepts text such as `20GiB`. Never negative; limit it further by `Annotated[ByteSize, Meta(…)]`."""
+"""A number of bytes, never negative; accepts text such as `20GiB`. `Annotated[ByteSize, Meta(ge=…)]` limits it."""
 
 Duration = Annotated[float, msgspec.Meta(extra={"unit": "seconds"})]
 """Seconds; accepts text such as `250ms`."""

@@ -79,6 +79,8 @@ def _document(source: Path | str | Mapping[str, Any] | None, env: Mapping[str, s
         return _read_file(Path(path), f"{FILE_VARIABLE}: ") if path else Document("defaults", None, {})
     if isinstance(source, str) and _TEXT.search(source):
         return read_document(source, "<text>")
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"a configuration is read from a path, text or a mapping, not from {type(source).__name__}")
     return _read_file(Path(source), "")
 
 
@@ -86,8 +88,9 @@ def _read_file(path: Path, prefix: str) -> Document:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{prefix}the configuration {str(path)!r} cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{prefix}the configuration {str(path)!r} cannot be read: {problem}") from None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -268,7 +268,15 @@ def test_a_file_that_is_no_text() -> None:
         load_config("tiers.yaml", env={})
 
 
-@pytest.mark.parametrize(("path", "says"), [("none.yaml", "No such file or directory"), ("folder", "Is a directory")])
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("none.yaml", "No such file or directory"),
+        ("folder", "Is a directory"),
+        ("a\0b", "embedded null byte"),
+        ("a\0b", "embedded null byte"),
+    ],
+)
 def test_a_file_that_cannot_be_read(path: str, says: str) -> None:
     Path("folder").mkdir()
     with pytest.raises(ConfigError) as error:
