@@ -227,7 +227,8 @@ def test_transfers_have_a_group_of_their_own(site: Site) -> None:
             return ("transfer", options["device"])
     """
     site.install("acme-mover", source, "[lmcache_core.transfers]\nmover = acme_mover\n")
-    assert load_transfer("mover").create({"device": 3}) == ("transfer", 3)
+    made: object = load_transfer("mover").create({"device": 3})
+    assert made == ("transfer", 3)
     assert "there is no backend 'mover'" in error_of("mover")
     with pytest.raises(PluginError, match=r"there is no transfer 'moover'; did you mean 'mover'\?"):
         load_transfer("moover")
