@@ -38,7 +38,7 @@ BACKENDS = "lmcache_core.backends"
 TRANSFERS = "lmcache_core.transfers"
 
 _DISTRIBUTION = "lmcache-core"
-# Names people may expect, and the extra that brings what they need if this version has it.
+# Names people may expect, and the extra with what they need.
 _EXTRAS = {"redis": "redis", "valkey": "redis", "s3": "s3", "nfs": "nfs", "gds": "gds", "mooncake": "mooncake"}
 # What a tier understands itself. `capacity` is for both: the node evicts by it, and a backend may want to know it.
 _TIER_KEYS = frozenset(field.key for field in fields_of(TierConfig)) - {"capacity"}
@@ -166,7 +166,8 @@ class _Plugin:
         try:
             return self._entry.load()
         except Exception as failure:  # A stranger's module may raise anything; it must not stop the others.
-            advice = f"; {_advice(self._name)}" if isinstance(failure, ImportError) and self._name in _EXTRAS else ""
+            known = isinstance(failure, ImportError) and self._name in _EXTRAS
+            advice = f"; {_missing_dependency(self._name)}" if known else ""
             raise self.error(f"cannot be imported: {type(failure).__name__}: {failure}{advice}") from failure
 
     def _check_names(self, plugin: object) -> None:
@@ -198,7 +199,7 @@ def _find(group: str, name: str) -> EntryPoint:
         hints = [f"did you mean {near[0]!r}?"] if near else []
         hints.append(f"installed are: {', '.join(sorted(installed)) or 'none'}")
         if group == BACKENDS and name in _EXTRAS:
-            hints.append(_advice(name))
+            hints.append(_missing_backend(name))
         raise PluginError(f"there is no {kind} {name!r}; {'; '.join(hints)}")
     if len(entries) > 1:
         owners = " and ".join(f"{_distribution(entry)} ({entry.value})" for entry in entries)
@@ -210,12 +211,14 @@ def _distribution(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist else "unknown distribution"
 
 
-def _advice(name: str) -> str:
-    extra = _EXTRAS[name]
-    try:
-        offered = importlib.metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
-    except importlib.metadata.PackageNotFoundError:
-        offered = []
-    if extra in offered:
-        return f"to install what it needs: pip install '{_DISTRIBUTION}[{extra}]'"
-    return f"this version of {_DISTRIBUTION} does not bring it; install a package that provides the backend {name!r}"
+def _missing_dependency(name: str) -> str:
+    return f"to install what it needs: pip install '{_DISTRIBUTION}[{_EXTRAS[name]}]'"
+
+
+def _missing_backend(name: str) -> str:
+    # An extra brings dependencies, not entry points: a name that this version lacks comes with another version only.
+    upgrade = f"pip install -U '{_DISTRIBUTION}[{_EXTRAS[name]}]'"
+    return (
+        f"this version of {_DISTRIBUTION} does not bring it; a newer one may ({upgrade}), or a package that provides "
+        f"the backend {name!r}"
+    )
