@@ -23,7 +23,7 @@ __all__ = ["DiskBackend"]
 
 R = TypeVar("R")
 
-_BATCH = 512
+_BATCH = 2048
 _LAST_CALLS = 10.0
 """Seconds that `close` waits for calls that hang before it leaves them to their threads."""
 
@@ -192,7 +192,7 @@ def _check(chunk: Chunk) -> None:
 
 
 def _stored(entries: Sequence[Entry]) -> list[Stored]:
-    return [Stored(ChunkKey(*entry.key), entry.pages, entry.nbytes, entry.parent) for entry in entries]
+    return [entry.stored() for entry in entries]
 
 
 def _describe(path: str, space: bytes, manifest: bytes) -> None:

@@ -11,10 +11,9 @@ from typing import NamedTuple
 from lmcache_backends.disk.faults import failed
 from lmcache_backends.disk.locks import lock_text
 from lmcache_backends.disk.manifests import read_manifests
-from lmcache_backends.disk.records import Reader
-from lmcache_backends.disk.replay import Replay
-from lmcache_backends.disk.shard import LOCK, LOG, seed_of, segment_sizes, shard_names
-from lmcache_core.protocols import ChunkKey
+from lmcache_backends.disk.replay import Replay, replay_log
+from lmcache_backends.disk.shard import LOCK, LOG, seed_of, segment_path, segment_sizes, shard_names
+from lmcache_core.protocols import Stored
 
 __all__ = ["Inspected", "InspectedEntry", "InspectedShard", "inspect_path"]
 
@@ -23,16 +22,12 @@ class InspectedEntry(NamedTuple):
     """A chunk that is stored. In a cache in use it may be gone, and its place another chunk's, a moment later: read
     its frame, and look again whether the entry is still there."""
 
-    key: ChunkKey
-    pages: tuple[bytes, ...]
-    parent: bytes
-    """Empty at the start of a prompt."""
-    nbytes: int
+    stored: Stored
     used: float
     """When it was last stored or used: seconds since 1970."""
     file: Path
     offset: int
-    """Where in `file` the `nbytes` of the value start."""
+    """Where in `file` the `stored.nbytes` bytes of the value start."""
 
 
 class InspectedShard(NamedTuple):
@@ -86,28 +81,19 @@ def inspect_path(path: str | os.PathLike[str]) -> Inspected:
 
 def _inspect_shard(path: str, held: frozenset[int] | None) -> InspectedShard:
     sizes = segment_sizes(path)
-    replay = Replay(sizes)
-    damaged = 0
-    with contextlib.suppress(FileNotFoundError):
+    try:
         fd = os.open(os.path.join(path, LOG), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:  # its owner is just making it, or removing it
+        replay, damaged = Replay(sizes), 0
+    else:
         try:
-            reader = Reader(fd, seed_of(path))
-            replay.apply(reader)
+            replay, reader = replay_log(fd, seed_of(path), sizes)
             damaged = reader.gaps
         finally:
             os.close(fd)
-    found = sorted(replay.entries, key=lambda entry: entry.epoch)
     entries = tuple(
-        InspectedEntry(
-            ChunkKey(*entry.key),
-            entry.pages,
-            entry.parent,
-            entry.nbytes,
-            entry.epoch / 1e6,
-            Path(path, f"segment-{entry.segment:08x}"),
-            entry.offset,
-        )
-        for entry in found
+        InspectedEntry(entry.stored(), entry.epoch / 1e6, Path(segment_path(path, entry.segment)), entry.offset)
+        for entry in sorted(replay.by_key.values(), key=lambda entry: entry.epoch)
     )
     owner, locked = "", None
     with contextlib.suppress(FileNotFoundError):

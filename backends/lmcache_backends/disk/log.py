@@ -12,8 +12,6 @@ import os
 import threading
 from collections.abc import Iterable
 
-from lmcache_backends.disk.records import Reader
-
 __all__ = ["NEW", "Log", "Rewrite"]
 
 NEW = ".new"
@@ -31,7 +29,7 @@ class Log:
     """An open log. `append` and `replace` are under the owner's lock; `sync` is not."""
 
     def __init__(self, path: str, seed: int) -> None:
-        """Open or create the file. Read it with `reader` before anything is appended."""
+        """Open or create the file. Read it before anything is appended."""
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         status = os.fstat(self._fd)
@@ -46,27 +44,29 @@ class Log:
         """Held while it is made durable or replaced; taken before the owner's lock."""
         self._rewrite_at = _FLOOR
 
-    def reader(self) -> Reader:
-        """To read the records that are there."""
-        return Reader(self._fd, self.seed)
+    @property
+    def fd(self) -> int:
+        """To read it with."""
+        return self._fd
 
-    def cut(self, end: int) -> None:
-        """Go on behind the last good record, `end`, and drop what follows."""
-        os.ftruncate(self._fd, end)
-        self.end = self._allocated = end
+    def resume(self, end: int, torn: bool) -> None:
+        """Go on behind the last good record, `end`. What follows is zeros, or is cut off if it is `torn`."""
+        self.end = end
+        if torn:
+            os.ftruncate(self._fd, end)
+            self._allocated = end
         with contextlib.suppress(OSError):  # it is tried again by each append
-            self._allocated = allocate(self._fd, end, end + _RESERVE)
+            self._reserve()
 
     def append(self, record: bytes, reserve: bool = False) -> int:
         """Write a record, or several, and return what to give to `sync`. Nothing counts as written when it fails.
         `reserve` is for records that make room, so that they work on a full file system."""
         end = self.end + len(record)
-        if end + _RESERVE > self._allocated:
-            try:
-                self._allocated = allocate(self._fd, self._allocated, end + _RESERVE)
-            except OSError:
-                if not reserve:
-                    raise
+        try:
+            self._reserve(len(record))
+        except OSError:
+            if not reserve:
+                raise
         write_all(self._fd, record, self.end)
         self.end = end
         self._appended += len(record)
@@ -92,6 +92,12 @@ class Log:
     def due(self, live: int) -> bool:
         """Is it time to rewrite it, if `live` bytes of it are not out of date?"""
         return self.end > max(self._rewrite_at, 2 * live)
+
+    def _reserve(self, nbytes: int = 0) -> None:
+        """Have zeros ahead, behind `nbytes` more."""
+        needed = self.end + nbytes + _RESERVE
+        if needed > self._allocated:
+            self._allocated = allocate(self._fd, self._allocated, needed)
 
     def close(self) -> None:
         """Idempotent."""

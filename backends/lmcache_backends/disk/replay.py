@@ -5,33 +5,30 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Mapping
 
-from lmcache_backends.disk import records
+import msgspec
+
 from lmcache_backends.disk.options import UNIT
-from lmcache_backends.disk.records import KEY
+from lmcache_backends.disk.records import EVICT, KEY, PARENT, PUT, TOUCH, Reader, Record, touched
+from lmcache_core.protocols import ChunkKey, Stored
 
-__all__ = ["Entry", "Replay", "rounded"]
+__all__ = ["Entry", "Replay", "replay_log", "rounded"]
 
 
-class Entry:
-    """A chunk and where its value lies."""
+class Entry(msgspec.Struct, eq=False, gc=False):
+    """A chunk and where its value lies. Refers to numbers and bytes only, so the garbage collector need not look."""
 
-    __slots__ = ("chain", "dead", "epoch", "nbytes", "offset", "readers", "rooted", "segment", "space")
-
-    def __init__(
-        self, space: bytes, chain: bytes, rooted: bool, segment: int, offset: int, nbytes: int, epoch: int
-    ) -> None:
-        self.space = space
-        self.chain = chain
-        """Parent (unless `rooted`) and pages, one after another."""
-        self.rooted = rooted
-        """It starts a prompt: it has no parent."""
-        self.segment = segment
-        self.offset = offset
-        self.nbytes = nbytes
-        self.epoch = epoch
-        self.readers = 0
-        self.dead = False
-        """It is no longer found; its place is free when `readers` is 0."""
+    space: bytes
+    chain: bytes
+    """Parent (unless `rooted`) and pages, one after another."""
+    rooted: bool
+    """It starts a prompt: it has no parent."""
+    segment: int
+    offset: int
+    nbytes: int
+    epoch: int
+    readers: int = 0
+    dead: bool = False
+    """It is no longer found; its place is free when `readers` is 0."""
 
     @property
     def key(self) -> tuple[bytes, bytes]:
@@ -43,14 +40,11 @@ class Entry:
         """Segment and unit in one number."""
         return self.segment << 32 | self.offset // UNIT
 
-    @property
-    def parent(self) -> bytes:
-        return b"" if self.rooted else self.chain[:KEY]
-
-    @property
-    def pages(self) -> tuple[bytes, ...]:
-        chain = self.chain
-        return tuple([chain[at : at + KEY] for at in range(0 if self.rooted else KEY, len(chain), KEY)])
+    def stored(self) -> Stored:
+        """As a scan yields it."""
+        chain, start = self.chain, 0 if self.rooted else KEY
+        pages = tuple([chain[at : at + KEY] for at in range(start, len(chain), KEY)])
+        return Stored(ChunkKey(self.space, pages[-1]), pages, self.nbytes, chain[:start])
 
 
 def rounded(nbytes: int) -> int:
@@ -62,31 +56,29 @@ class Replay:
     """The state after the records of a log.
 
     `sizes` are the segments that exist; what lies outside of them is not there. Where an evict record was lost, a
-    later put shows it: it has the same key, or lies on the same place, and wins.
+    later put shows it: it has the same key, or lies on the same place, and wins. Only `careful` looks for the latter.
     """
 
-    def __init__(self, sizes: Mapping[int, int]) -> None:
+    def __init__(self, sizes: Mapping[int, int], careful: bool = False) -> None:
         self._sizes = sizes
-        self._by_key: dict[tuple[bytes, bytes], Entry] = {}
-        self._by_place: dict[int, Entry] = {}
-        self._starts: dict[int, list[int]] = {number: [] for number in sizes}
+        self.by_key: dict[tuple[bytes, bytes], Entry] = {}
+        """What is there."""
+        self.by_place: dict[int, Entry] = {}
+        """The same by place."""
+        self._starts: dict[int, list[int]] | None = {number: [] for number in sizes} if careful else None
         self.highest = 0
         """Largest number of a segment that the log speaks of."""
         self.lost = 0
         """Chunks whose segment is missing or too short."""
 
-    @property
-    def entries(self) -> list[Entry]:
-        """What is there, in no order."""
-        return list(self._by_place.values())
-
-    def apply(self, log: Iterable[records.Record]) -> None:
+    def apply(self, log: Iterable[Record]) -> None:
         """Raises what `log` raises."""
-        by_key, by_place, sizes, starts = self._by_key, self._by_place, self._sizes, self._starts
-        spaces: dict[bytes, bytes] = {}
+        by_key, by_place, sizes = self.by_key, self.by_place, self._sizes
+        careful = self._starts is not None
+        spaces: dict[bytes, bytes] = {}  # each of them in memory once
         for kind, flags, count, segment, offset, nbytes, epoch, body in log:
-            if kind == records.PUT:
-                rooted = not flags & records.PARENT
+            if kind == PUT:
+                rooted = not flags & PARENT
                 if not count or len(body) != KEY * (2 - rooted + count):
                     continue
                 if segment > self.highest:
@@ -99,39 +91,58 @@ class Replay:
                 if offset % UNIT or not nbytes or offset + nbytes > sizes.get(segment, 0):
                     self.lost += 1
                     continue
-                known = starts[segment]
-                if known and offset < self._end(segment, known[-1]):
-                    self._clear(segment, known, offset, offset + nbytes)
-                    insort(known, offset)
-                else:
-                    known.append(offset)
-                by_key[key] = by_place[segment << 32 | offset // UNIT] = Entry(
-                    space, body[KEY:], rooted, segment, offset, nbytes, epoch
-                )
-            elif kind == records.EVICT:
-                if (entry := by_key.get((body[:KEY], body[KEY:]))) is not None:
-                    self._drop(entry)
-                if (entry := by_place.get(segment << 32 | offset // UNIT)) is not None:
-                    self._drop(entry)
-            elif kind == records.TOUCH:
-                for number, unit in records.touched(body):
-                    if (entry := by_place.get(number << 32 | unit)) is not None:
-                        entry.epoch = epoch
+                if careful:
+                    self._clear(segment, offset, offset + nbytes)
+                entry = Entry(space, body[KEY:], rooted, segment, offset, nbytes, epoch)
+                by_key[key] = by_place[segment << 32 | offset // UNIT] = entry
+            elif kind == EVICT:
+                for gone in (by_key.get((body[:KEY], body[KEY:])), by_place.get(segment << 32 | offset // UNIT)):
+                    if gone is not None and by_place.get(gone.place) is gone:
+                        self._drop(gone)
+            elif kind == TOUCH:
+                for number, unit in touched(body):
+                    if (used := by_place.get(number << 32 | unit)) is not None:
+                        used.epoch = epoch
                     epoch += 1
 
-    def _end(self, segment: int, offset: int) -> int:
-        return offset + self._by_place[segment << 32 | offset // UNIT].nbytes
-
-    def _clear(self, segment: int, known: list[int], start: int, end: int) -> None:
-        """Drop what overlaps `[start, end)`. Places are exact multiples, so whole units need not be looked at."""
+    def _clear(self, segment: int, start: int, end: int) -> None:
+        """Something new lies at `[start, end)`: drop what overlaps it."""
+        assert self._starts is not None
+        known = self._starts[segment]
         first = bisect_right(known, start) - 1
-        if first < 0 or self._end(segment, known[first]) <= start:
+        if first < 0 or known[first] + self.by_place[segment << 32 | known[first] // UNIT].nbytes <= start:
             first += 1
         for offset in known[first : bisect_left(known, end, first)]:
-            self._drop(self._by_place[segment << 32 | offset // UNIT])
+            self._drop(self.by_place[segment << 32 | offset // UNIT])
+        insort(known, start)
 
     def _drop(self, entry: Entry) -> None:
-        del self._by_key[entry.key]
-        del self._by_place[entry.place]
-        known = self._starts[entry.segment]
-        del known[bisect_left(known, entry.offset)]
+        del self.by_key[entry.key]
+        del self.by_place[entry.place]
+        if self._starts is not None:
+            known = self._starts[entry.segment]
+            del known[bisect_left(known, entry.offset)]
+
+
+def replay_log(fd: int, seed: int, sizes: Mapping[int, int]) -> tuple[Replay, Reader]:
+    """The state after the log in `fd`, and what was noticed on the way.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    replay, reader = Replay(sizes), Reader(fd, seed)
+    replay.apply(reader)
+    if reader.gaps or _overlaps(replay):
+        replay, reader = Replay(sizes, careful=True), Reader(fd, seed)
+        replay.apply(reader)
+    return replay, reader
+
+
+def _overlaps(replay: Replay) -> bool:
+    """Do two values lie on one place? Only where a record is missing."""
+    segment, end = -1, 0
+    for _, entry in sorted(replay.by_place.items()):
+        if entry.segment == segment and entry.offset < end:
+            return True
+        segment, end = entry.segment, entry.offset + entry.nbytes
+    return False

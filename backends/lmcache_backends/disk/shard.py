@@ -18,11 +18,11 @@ from lmcache_backends.disk import records
 from lmcache_backends.disk.locks import FileLock
 from lmcache_backends.disk.log import NEW, Log
 from lmcache_backends.disk.options import UNIT
-from lmcache_backends.disk.replay import Entry, Replay, rounded
+from lmcache_backends.disk.replay import Entry, replay_log, rounded
 from lmcache_backends.disk.segments import Segment
 from lmcache_backends.disk.tally import Tally
 
-__all__ = ["LOCK", "LOG", "Shard", "remove_shard", "seed_of", "segment_sizes", "shard_names"]
+__all__ = ["LOCK", "LOG", "Shard", "remove_shard", "seed_of", "segment_path", "segment_sizes", "shard_names"]
 
 LOCK, LOG = "lock", "log"
 _SHARD = re.compile(r"[0-9a-f]{16}")
@@ -49,33 +49,34 @@ class Shard:
         self.compacting = False
         self.log: Log
 
-    def load(self) -> None:
-        """Learn what is there, and remove what no log speaks of."""
+    def load(self) -> dict[tuple[bytes, bytes], Entry]:
+        """Learn what is there, by key, and remove what no log speaks of."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self.path, LOG + NEW))
             self._tally.add("orphans_removed")
         self.log = Log(os.path.join(self.path, LOG), seed_of(self.path))
         sizes = segment_sizes(self.path)
-        replay, reader = Replay(sizes), self.log.reader()
-        replay.apply(reader)
-        self.log.cut(reader.end)
+        replay, reader = replay_log(self.log.fd, self.log.seed, sizes)
+        self.log.resume(reader.end, reader.torn)
         self._tally.add("log_records_damaged", reader.gaps)
         self._tally.add("log_tails_cut", reader.torn)
         self._tally.add("entries_lost", replay.lost)
         self._highest = max(replay.highest, *sizes, 0)
-        entries = replay.entries
-        used = {entry.segment for entry in entries}
+        self.entries = replay.by_place
+        self.live = sum([records.put_size(entry.chain) for entry in self.entries.values()])
+        taken: dict[int, list[tuple[int, int]]] = {}
+        for _, entry in sorted(self.entries.items()):
+            taken.setdefault(entry.segment, []).append((entry.offset, entry.nbytes))
         for number in sizes:
-            if number in used:
+            if number in taken:
                 self.add_segment(self._opened(number))
+                extents = self.segments[number].extents
+                extents.take_all(taken[number])
+                self.taken += extents.capacity - extents.free_bytes
             else:
-                os.unlink(self.segment_path(number))
+                os.unlink(segment_path(self.path, number))
                 self._tally.add("orphans_removed")
-        entries.sort(key=lambda entry: entry.place)  # the order that taking places is fastest in
-        for entry in entries:
-            self.segments[entry.segment].extents.take(entry.offset, entry.nbytes)
-            self.taken += rounded(entry.nbytes)
-            self._count(entry)
+        return replay.by_key
 
     @property
     def nbytes(self) -> int:
@@ -90,12 +91,9 @@ class Shard:
                 return segment, offset
         return None
 
-    def segment_path(self, number: int) -> str:
-        return os.path.join(self.path, f"segment-{number:08x}")
-
     def make_segment(self, size: int, durable: bool) -> Segment:
         """Take `size` bytes from the file system. Not under the owner's lock, but never twice at once."""
-        path = self.segment_path(self._highest + 1)
+        path = segment_path(self.path, self._highest + 1)
         Segment.create(path, size, durable)
         self._highest += 1
         self._tally.add("segments_taken")
@@ -108,7 +106,8 @@ class Shard:
     def put(self, entry: Entry) -> int:
         """Record an entry; it is found from now on. Returns what `log.sync` wants."""
         ticket = self.log.append(self._record(entry))
-        self._count(entry)
+        self.entries[entry.place] = entry
+        self.live += records.put_size(entry.chain)
         return ticket
 
     def evict(self, entries: Sequence[Entry]) -> int:
@@ -158,16 +157,12 @@ class Shard:
         self._lock.release()
 
     def _opened(self, number: int) -> Segment:
-        path = self.segment_path(number)
+        path = segment_path(self.path, number)
         return Segment(path, number, self._mode, lambda: self._tally.add("buffered_fallback"))
 
     def _record(self, entry: Entry) -> bytes:
         seed, place = self.log.seed, (entry.segment, entry.offset)
         return records.put(seed, *place, entry.nbytes, entry.epoch, entry.space, entry.chain, entry.rooted)
-
-    def _count(self, entry: Entry) -> None:
-        self.entries[entry.place] = entry
-        self.live += records.put_size(entry.chain)
 
 
 def seed_of(path: str) -> int:
@@ -188,6 +183,11 @@ def shard_names(root: str) -> list[str]:
         )
 
 
+def segment_path(path: str, number: int) -> str:
+    """The file of a segment of the shard at `path`."""
+    return os.path.join(path, f"segment-{number:08x}")
+
+
 def segment_sizes(path: str) -> dict[int, int]:
     """Segments in a shard's directory: number and whole units in bytes."""
     with os.scandir(path) as found:
@@ -202,7 +202,7 @@ def segment_sizes(path: str) -> dict[int, int]:
 def remove_shard(path: str) -> None:
     """Delete a shard whose lock the caller holds, values first, lock last."""
     for number in segment_sizes(path):
-        os.unlink(os.path.join(path, f"segment-{number:08x}"))
+        os.unlink(segment_path(path, number))
     for name in (LOG + NEW, LOG, LOCK):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(path, name))

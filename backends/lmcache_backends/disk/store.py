@@ -60,10 +60,8 @@ class Store:
         try:
             for volume in self._volumes:
                 with _failing(volume.path):
-                    volume.open()
-                    for shard in volume.shards:
-                        for entry in list(shard.entries.values()):
-                            self._learn(shard, entry)
+                    for shard, entries in volume.open():
+                        self._learn(shard, entries)
         except BaseException:
             self.close()
             raise
@@ -200,20 +198,17 @@ class Store:
         for shard in {shard for shard, _ in found}:
             self._compact(shard)
 
-    def _learn(self, shard: Shard, entry: Entry) -> None:
-        """Find `entry` from now on, unless another shard has the key with a later use: a crash left both."""
-        known = self._index.get(entry.key)
-        if known is not None and known[1].epoch > entry.epoch:
-            shard.evict([entry])
-            shard.free(entry)
-            return
-        if known is not None:
-            known[0].evict([known[1]])
-            known[0].free(known[1])
-            self._nbytes -= known[1].nbytes
-        self._index[entry.key] = shard, entry
-        self._nbytes += entry.nbytes
-        self._epoch = max(self._epoch, entry.epoch)
+    def _learn(self, shard: Shard, entries: dict[tuple[bytes, bytes], Entry]) -> None:
+        """Find `entries` from now on. Of a key in two shards, as a crash can leave it, the value used last."""
+        for key in self._index.keys() & entries.keys():
+            older = self._index[key]
+            if older[1].epoch > entries[key].epoch:
+                older = shard, entries.pop(key)
+            older[0].evict([older[1]])
+            older[0].free(older[1])
+        self._index.update({key: (shard, entry) for key, entry in entries.items()})
+        self._nbytes = sum([entry.nbytes for _, entry in self._index.values()])
+        self._epoch = max([entry.epoch for entry in entries.values()] + [self._epoch])
 
     def _replace(self, key: ChunkKey, shard: Shard, entry: Entry) -> tuple[Shard, Entry] | None:
         """Find `entry` from now on; what was found before, whose place is to be freed. Under the lock."""

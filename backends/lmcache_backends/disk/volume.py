@@ -18,7 +18,7 @@ from typing import NamedTuple
 from lmcache_backends.disk.faults import FULL
 from lmcache_backends.disk.locks import FileLock, lock_text
 from lmcache_backends.disk.options import UNIT, DiskOptions
-from lmcache_backends.disk.replay import rounded
+from lmcache_backends.disk.replay import Entry, rounded
 from lmcache_backends.disk.segments import Segment
 from lmcache_backends.disk.shard import LOCK, Shard, remove_shard, segment_sizes, shard_names
 from lmcache_backends.disk.tally import Tally
@@ -62,8 +62,8 @@ class Volume:
         self.growing = threading.Lock()
         """Held around `grow`; taken before the owner's lock."""
 
-    def open(self) -> None:
-        """Adopt what others left, or start afresh."""
+    def open(self) -> list[tuple[Shard, dict[tuple[bytes, bytes], Entry]]]:
+        """Adopt what others left, or start afresh. What lies in each shard, by key."""
         os.makedirs(self.path, mode=0o700, exist_ok=True)
         with self._node_lock():
             for name in shard_names(self.path):
@@ -77,11 +77,11 @@ class Volume:
                 lock = FileLock.attempt(os.path.join(path, LOCK))
                 assert lock is not None, "nobody else knows this file yet"
                 self._claim(path, lock)
-        for shard in self.shards:
-            shard.load()
+        loaded = [(shard, shard.load()) for shard in self.shards]
         with self._node_lock():
             self._drop_empty()
             self._share_with(self._others())
+        return loaded
 
     def close(self) -> None:
         """Let go of the shards. Idempotent."""

@@ -28,19 +28,19 @@ class TestDisk(StorageBackendTests):
     @pytest.fixture
     def raw_read(self, tmp_path: Path) -> Callable[[ChunkKey], bytes | None]:
         def read(key: ChunkKey) -> bytes | None:
-            found = [entry for entry in inspect_path(tmp_path / "cache").entries() if entry.key == key]
+            found = [entry for entry in inspect_path(tmp_path / "cache").entries() if entry.stored.key == key]
             if not found:
                 return None
             (entry,) = found
             with open(entry.file, "rb") as file:
-                return os.pread(file.fileno(), entry.nbytes, entry.offset)
+                return os.pread(file.fileno(), entry.stored.nbytes, entry.offset)
 
         return read
 
     @pytest.fixture
     def raw_corrupt(self, tmp_path: Path) -> Callable[[ChunkKey], None]:
         def damage_its_record(key: ChunkKey) -> None:
-            (entry,) = [entry for entry in inspect_path(tmp_path / "cache").entries() if entry.key == key]
+            (entry,) = [entry for entry in inspect_path(tmp_path / "cache").entries() if entry.stored.key == key]
             log = entry.file.with_name("log")
             content = bytearray(log.read_bytes())
             content[content.index(key.page)] ^= 1
