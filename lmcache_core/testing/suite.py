@@ -13,7 +13,8 @@ from lmcache_core.testing.room import RoomTests, given
 from lmcache_core.testing.values import ValueTests
 
 
-class StorageBackendTests(ValueTests, RaceTests, LifeTests, CapabilityTests, RoomTests):
+# pytest runs the last base's tests first: the simple ones.
+class StorageBackendTests(RoomTests, CapabilityTests, LifeTests, RaceTests, ValueTests):
     """Everything the contract in `lmcache_core.protocols` says, as tests.
 
         class TestMyBackend(StorageBackendTests):

@@ -92,6 +92,7 @@ print([(i.name, i.distribution, i.version, i.error) for i in list_backends() if 
     assert found == ["SqliteBackend", "[('sqlite', 'lmcache-backend-sqlite', '0.1.0', None)]"]
 
 
+@pytest.mark.slow
 def test_it_passes_the_kit(installed: Path) -> None:
     tests = installed.parent / "source"
     (tests / MODULE.name).unlink(missing_ok=True)  # what is tested is what was installed

@@ -7,17 +7,19 @@ from lmcache_core.testing import MODEL_SETTINGS, StorageBackendTests, run_model
 from tests.testing.broken import (
     CAUGHT_BY,
     DeleteBringsBackTheOldValue,
-    DropsTheOldValueFirst,
-    ForgetsWhenReopened,
     HitsForAnySize,
     IgnoresTheSpace,
     KeepsTheOldValue,
     RaisesForAnAbsentKey,
+    WritesPastTheBuffer,
+)
+from tests.testing.broken_life import ForgetsWhenReopened
+from tests.testing.broken_lists import (
+    DropsTheOldValueFirst,
     RenewsWhatIsAskedFor,
     ScansBackwards,
     ScansWithoutParents,
     TouchesInReverse,
-    WritesPastTheBuffer,
 )
 from tests.testing.reference import Medium, ReferenceBackend
 
@@ -26,7 +28,7 @@ pytest_plugins = ["pytester"]
 MODULE = """
 import pytest
 from lmcache_core.testing import StorageBackendTests
-from tests.testing.broken import {name}
+from {module} import {name}
 from tests.testing.reference import Medium
 
 class TestBroken(StorageBackendTests):
@@ -62,7 +64,7 @@ class TestBroken(StorageBackendTests):
 
 @pytest.mark.parametrize(("backend", "test"), CAUGHT_BY.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_the_kit_fails(pytester: pytest.Pytester, backend: type[ReferenceBackend], test: str) -> None:
-    path = pytester.makepyfile(MODULE.format(name=backend.__name__))
+    path = pytester.makepyfile(MODULE.format(name=backend.__name__, module=backend.__module__))
     # Strict mode, and none of this project's settings: as for an author who has configured nothing.
     options = ["--import-mode=importlib", "-o", "asyncio_default_fixture_loop_scope=function"]
     _, skipped, failed = pytester.inline_run(*options, f"{path}::TestBroken::{test}").countoutcomes()

@@ -1,0 +1,144 @@
+"""Backends that are wrong about what they hold and how much room they have."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from lmcache_core.protocols import Chunk, ChunkKey, Stored, Usage, WriteResult
+from tests.testing.broken import caught_by
+from tests.testing.reference import Medium, ReferenceBackend
+
+
+@caught_by("test_a_scan_is_complete_and_exact")
+class ScansAllButTheLast(ReferenceBackend):
+    async def scan(self) -> AsyncIterator[Sequence[Stored]]:
+        previous: Sequence[Stored] = ()
+        async for batch in super().scan():
+            yield previous
+            previous = batch
+        yield previous[:-1]
+
+
+@caught_by("test_a_scan_is_complete_and_exact")
+class ScansWithoutParents(ReferenceBackend):
+    async def scan(self) -> AsyncIterator[Sequence[Stored]]:
+        async for batch in super().scan():
+            yield [stored._replace(parent=b"") for stored in batch]
+
+
+@caught_by("test_a_scan_agrees_with_contains_after_anything")
+class ScansWhatWasDeleted(ReferenceBackend):
+    def __init__(self, medium: Medium) -> None:
+        super().__init__(medium)
+        self.deleted: list[Stored] = []
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        gone = [self.chunks()[key] for key in dict.fromkeys(keys) if key in self.chunks()]
+        self.deleted = [Stored(c.key, c.pages, c.data.nbytes, c.parent) for c in gone[:1]]
+        await super().delete(keys)
+
+    async def scan(self) -> AsyncIterator[Sequence[Stored]]:
+        yield self.deleted
+        async for batch in super().scan():
+            yield batch
+
+
+@caught_by("test_a_scan_goes_from_least_to_most_recently_used")
+class ScansBackwards(ReferenceBackend):
+    async def scan(self) -> AsyncIterator[Sequence[Stored]]:
+        for batch in [batch async for batch in super().scan()][::-1]:
+            yield batch[::-1]
+
+
+@caught_by("test_a_scan_goes_from_least_to_most_recently_used")
+class RenewsWhatIsAskedFor(ReferenceBackend):
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        await self.touch(keys)
+        return await super().contains(keys)
+
+
+@caught_by("test_touch_changes_the_order")
+class TouchesInReverse(ReferenceBackend):
+    async def touch(self, keys: Sequence[ChunkKey]) -> None:
+        await super().touch(keys[::-1])
+
+
+@caught_by("test_touch_changes_the_order")
+class ForgetsTheOrder(ReferenceBackend):
+    async def close(self) -> None:
+        self.medium.chunks = dict(sorted(self.medium.chunks.items()))
+        self.is_open = False
+
+
+@caught_by("test_touch_changes_the_order")
+class RaisesForAnAbsentTouch(ReferenceBackend):
+    async def touch(self, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            self.chunks()[key] = self.chunks().pop(key)
+
+
+@caught_by("test_usage_adds_up")
+class CountsOverwritesTwice(ReferenceBackend):
+    def usage(self) -> Usage:
+        return super().usage()._replace(chunks=self.writes)
+
+
+@caught_by("test_descriptions_come_back")
+class KeepsTheFirstDescription(ReferenceBackend):
+    async def describe(self, space: bytes, manifest: bytes) -> None:
+        self.medium.spaces.setdefault(space, manifest)
+
+
+@caught_by("test_counters_only_grow")
+class CountsWhatItHolds(ReferenceBackend):
+    def counters(self) -> Mapping[str, int]:
+        return {"free_chunks": 100 - self.writes}
+
+
+@caught_by("test_full_loses_nothing_that_was_stored")
+class EvictsWhenFull(ReferenceBackend):
+    def write_one(self, chunk: Chunk) -> WriteResult:
+        while self.lacks_room(chunk):
+            self.chunks().pop(next(iter(self.chunks())))
+        return super().write_one(chunk)
+
+
+@caught_by("test_full_loses_nothing_that_was_stored")
+class StoresWhatItSaysIsFull(ReferenceBackend):
+    def write_one(self, chunk: Chunk) -> WriteResult:
+        full = self.lacks_room(chunk)
+        self.chunks()[chunk.key] = chunk
+        return WriteResult.FULL if full else WriteResult.STORED
+
+
+@caught_by("test_a_delete_makes_room")
+class NeverGivesRoomBack(ReferenceBackend):
+    taken = 0
+
+    def lacks_room(self, chunk: Chunk) -> bool:
+        if self.medium.capacity and self.taken + chunk.data.nbytes > self.medium.capacity:
+            return True
+        self.taken += chunk.data.nbytes
+        return False
+
+
+@caught_by("test_overwriting_what_fills_a_full_backend")
+class DropsTheOldValueFirst(ReferenceBackend):
+    def write_one(self, chunk: Chunk) -> WriteResult:
+        self.chunks().pop(chunk.key, None)
+        return super().write_one(chunk)
+
+
+@caught_by("test_a_batch_that_does_not_fit_is_answered_chunk_by_chunk")
+class AnswersForTheWholeBatch(ReferenceBackend):
+    async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
+        results = await super().write(chunks)
+        return results if WriteResult.FULL not in results else [WriteResult.FULL] * len(results)
+
+
+@caught_by("test_a_chunk_larger_than_everything_is_full")
+class RaisesForHugeChunks(ReferenceBackend):
+    def write_one(self, chunk: Chunk) -> WriteResult:
+        if self.medium.capacity and chunk.data.nbytes > self.medium.capacity:
+            raise ValueError("too large")
+        return super().write_one(chunk)
