@@ -38,6 +38,8 @@ class Log:
         self.seed = seed
         self.end = 0
         """Offset of the next record."""
+        self.damaged = False
+        """Some of what is in it is no record."""
         self._appended = 0  # bytes in all, never set back: what a call to sync waits for
         self._synced = 0
         self.sync_lock = threading.Lock()
@@ -91,7 +93,7 @@ class Log:
 
     def due(self, live: int) -> bool:
         """Is it time to rewrite it, if `live` bytes of it are not out of date?"""
-        return self.end > max(self._rewrite_at, 2 * live)
+        return self.damaged or self.end > max(self._rewrite_at, 2 * live)
 
     def _reserve(self, nbytes: int = 0) -> None:
         """Have zeros ahead, behind `nbytes` more."""
@@ -117,6 +119,7 @@ class Rewrite:
         self._from = log.end
         self._path = log.path + NEW
         self._fd = -1
+        self._swapped = False
         self._end = 0
         self._allocated = 0
 
@@ -150,21 +153,25 @@ class Rewrite:
             os.fdatasync(self._fd)
         status = os.fstat(self._fd)
         os.rename(self._path, log.path)
+        self._swapped = True
         old, log._fd = log._fd, self._fd
-        self._fd = -1
         log.end, log._allocated = self._end, self._allocated
         log._identity = (status.st_dev, status.st_ino)
         log._synced = log._appended
         log._rewrite_at = _FLOOR
+        log.damaged = False
         os.close(old)
 
     def abandon(self) -> None:
         """Remove the new log if it is not in use, and leave the old one alone until it has grown further."""
-        if self._fd < 0:
+        log = self._log
+        if self._swapped:
             return
-        self._log._rewrite_at = self._log.end + self._log.end // 2
-        os.close(self._fd)
-        self._fd = -1
+        log._rewrite_at = log.end + log.end // 2
+        log.damaged = False
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
         with contextlib.suppress(OSError):
             os.unlink(self._path)
 

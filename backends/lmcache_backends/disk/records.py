@@ -1,12 +1,14 @@
 """The log's records: their bytes, and how they are found again in a file that may be damaged.
 
-    magic, crc of all that follows, length of the whole   4 + 4 + 4 bytes
-    kind, flags, count, segment, offset, nbytes, epoch    1 + 1 + 2 + 4 + 8 + 8 + 8
-    put:    space, parent (if flagged), `count` pages     32 each
-    evict:  space, last page                              32 each
-    touch:  `count` places (segment, offset / 4096)       4 + 4 each
+    magic, crc of all that follows, length of the whole         4 + 4 + 4 bytes
+    kind, flags, count, segment, offset, nbytes, epoch, check   1 + 1 + 2 + 4 + 8 + 8 + 8 + 4
+    put:    space, parent (if flagged), `count` pages           32 each
+    evict:  space, last page                                    32 each
+    touch:  `count` places (segment, offset / 4096)             4 + 4 each
 
 All numbers little-endian. `epoch` is when a chunk was last used: microseconds since 1970, made to increase strictly.
+`check` is the crc of the value's first 4096 bytes, by which a value is known to be the one that was put there, even if
+later records are lost: the frames that are stored begin with their keys and checksums.
 The crc starts from a number that is another in each log, so a copied or forged piece of log is not taken for one.
 """
 
@@ -34,7 +36,7 @@ __all__ = [
 ]
 
 MAGIC = b"KVL1"
-HEADER = struct.Struct("<4sIIBBHIQQQ")
+HEADER = struct.Struct("<4sIIBBHIQQQI")
 PLACE = struct.Struct("<II")
 PUT, EVICT, TOUCH = 1, 2, 3
 PARENT = 1
@@ -45,24 +47,42 @@ MOST_PAGES = 0xFFFF
 _LARGEST = HEADER.size + KEY * (2 + MOST_PAGES)
 _WINDOW = 8 << 20
 
-Record = tuple[int, int, int, int, int, int, int, bytes]
-"""kind, flags, count, segment, offset, nbytes, epoch, what follows the header."""
+Record = tuple[int, int, int, int, int, int, int, int, bytes]
+"""kind, flags, count, segment, offset, nbytes, epoch, check, what follows the header."""
 
 
 def _sealed(
-    seed: int, kind: int, flags: int, count: int, segment: int, offset: int, nbytes: int, epoch: int, body: bytes
+    seed: int,
+    kind: int,
+    flags: int,
+    count: int,
+    segment: int,
+    offset: int,
+    nbytes: int,
+    epoch: int,
+    check: int,
+    body: bytes,
 ) -> bytes:
-    header = HEADER.pack(MAGIC, 0, HEADER.size + len(body), kind, flags, count, segment, offset, nbytes, epoch)
+    header = HEADER.pack(MAGIC, 0, HEADER.size + len(body), kind, flags, count, segment, offset, nbytes, epoch, check)
     checked = header[8:] + body
     return b"".join((MAGIC, zlib.crc32(checked, seed).to_bytes(4, "little"), checked))
 
 
 def put(
-    seed: int, segment: int, offset: int, nbytes: int, epoch: int, space: bytes, chain: bytes, rooted: bool
+    seed: int,
+    segment: int,
+    offset: int,
+    nbytes: int,
+    epoch: int,
+    check: int,
+    space: bytes,
+    chain: bytes,
+    rooted: bool,
 ) -> bytes:
     """A chunk has its value at a place. `chain` is parent and pages one after another, without parent if `rooted`."""
     count = len(chain) // KEY - (not rooted)
-    return _sealed(seed, PUT, 0 if rooted else PARENT, count, segment, offset, nbytes, epoch, space + chain)
+    flags = 0 if rooted else PARENT
+    return _sealed(seed, PUT, flags, count, segment, offset, nbytes, epoch, check, space + chain)
 
 
 def put_size(chain: bytes) -> int:
@@ -72,13 +92,13 @@ def put_size(chain: bytes) -> int:
 
 def evict(seed: int, segment: int, offset: int, space: bytes, page: bytes) -> bytes:
     """A chunk is gone, and its place is free."""
-    return _sealed(seed, EVICT, 0, 0, segment, offset, 0, 0, space + page)
+    return _sealed(seed, EVICT, 0, 0, segment, offset, 0, 0, 0, space + page)
 
 
 def touch(seed: int, epoch: int, places: Sequence[tuple[int, int]]) -> bytes:
     """The chunks at `places` (segment, unit) were used, at `epoch`, `epoch + 1` and so on; at most LARGEST_TOUCH."""
     body = b"".join([PLACE.pack(*place) for place in places])
-    return _sealed(seed, TOUCH, 0, len(places), 0, 0, 0, epoch, body)
+    return _sealed(seed, TOUCH, 0, len(places), 0, 0, 0, epoch, 0, body)
 
 
 def touched(body: bytes) -> Iterable[tuple[int, int]]:
@@ -109,7 +129,7 @@ class Reader:
             last = size < _WINDOW
             at = 0
             while at + header <= size:
-                magic, crc, length, kind, flags, count, segment, offset, nbytes, epoch = unpack(window, at)
+                magic, crc, length, kind, flags, count, segment, offset, nbytes, epoch, check = unpack(window, at)
                 end = at + length
                 if magic == MAGIC and header <= length <= _LARGEST:
                     if end > size and not last:
@@ -118,7 +138,7 @@ class Reader:
                         self.gaps += gap
                         gap = dirty = False
                         self.end = base + end
-                        yield kind, flags, count, segment, offset, nbytes, epoch, window[at + header : end]
+                        yield kind, flags, count, segment, offset, nbytes, epoch, check, window[at + header : end]
                         at = end
                         continue
                 following = window.find(MAGIC, at + 1)

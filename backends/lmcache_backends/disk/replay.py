@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Mapping
 
@@ -11,7 +12,7 @@ from lmcache_backends.disk.options import UNIT
 from lmcache_backends.disk.records import EVICT, KEY, PARENT, PUT, TOUCH, Reader, Record, touched
 from lmcache_core.protocols import ChunkKey, Stored
 
-__all__ = ["Entry", "Replay", "replay_log", "rounded"]
+__all__ = ["Entry", "Replay", "check_of", "replay_log", "rounded"]
 
 
 class Entry(msgspec.Struct, eq=False, gc=False):
@@ -26,6 +27,8 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     offset: int
     nbytes: int
     epoch: int
+    check: int
+    """Of the value, from `check_of`."""
     readers: int = 0
     dead: bool = False
     """It is no longer found; its place is free when `readers` is 0."""
@@ -45,6 +48,11 @@ class Entry(msgspec.Struct, eq=False, gc=False):
         chain, start = self.chain, 0 if self.rooted else KEY
         pages = tuple([chain[at : at + KEY] for at in range(start, len(chain), KEY)])
         return Stored(ChunkKey(self.space, pages[-1]), pages, self.nbytes, chain[:start])
+
+
+def check_of(value: memoryview) -> int:
+    """By what the beginning of a value is known."""
+    return zlib.crc32(value.cast("B")[:UNIT])
 
 
 def rounded(nbytes: int) -> int:
@@ -76,7 +84,7 @@ class Replay:
         by_key, by_place, sizes = self.by_key, self.by_place, self._sizes
         careful = self._starts is not None
         spaces: dict[bytes, bytes] = {}  # each of them in memory once
-        for kind, flags, count, segment, offset, nbytes, epoch, body in log:
+        for kind, flags, count, segment, offset, nbytes, epoch, check, body in log:
             if kind == PUT:
                 rooted = not flags & PARENT
                 if not count or len(body) != KEY * (2 - rooted + count):
@@ -93,7 +101,7 @@ class Replay:
                     continue
                 if careful:
                     self._clear(segment, offset, offset + nbytes)
-                entry = Entry(space, body[KEY:], rooted, segment, offset, nbytes, epoch)
+                entry = Entry(space, body[KEY:], rooted, segment, offset, nbytes, epoch, check)
                 by_key[key] = by_place[segment << 32 | offset // UNIT] = entry
             elif kind == EVICT:
                 for gone in (by_key.get((body[:KEY], body[KEY:])), by_place.get(segment << 32 | offset // UNIT)):

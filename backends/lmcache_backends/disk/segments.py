@@ -17,6 +17,8 @@ from lmcache_core.extents import ExtentAllocator
 __all__ = ["Segment", "sync_directory"]
 
 Direct = Literal["auto", "always", "never"]
+_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+"""What `O_DIRECT` is answered with where it is not possible."""
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENODEV, errno.EINVAL, errno.ENOSYS})
 
 
@@ -124,7 +126,7 @@ def _open_direct(path: str, mode: Direct) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        if mode == "always" or error.errno != errno.EINVAL:
+        if mode == "always" or error.errno not in _REFUSED:
             raise
         return -1
 
@@ -144,7 +146,7 @@ def _moved(call: Callable[[int, memoryview, int], int], fd: int, offset: int, vi
         try:
             moved = call(fd, view[done:], offset + done)
         except OSError as error:
-            if error.errno == errno.EINVAL:
+            if error.errno in _REFUSED:
                 break
             raise
         if moved <= 0:

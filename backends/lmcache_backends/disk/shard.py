@@ -58,6 +58,7 @@ class Shard:
         sizes = segment_sizes(self.path)
         replay, reader = replay_log(self.log.fd, self.log.seed, sizes)
         self.log.resume(reader.end, reader.torn)
+        self.log.damaged = reader.gaps > 0
         self._tally.add("log_records_damaged", reader.gaps)
         self._tally.add("log_tails_cut", reader.torn)
         self._tally.add("entries_lost", replay.lost)
@@ -141,12 +142,14 @@ class Shard:
         """What a log that says just this consists of."""
         return map(self._record, sorted(entries, key=lambda entry: entry.epoch))
 
-    def give_back(self, keep: int) -> list[Segment]:
-        """Take unused segments out of service, all but `keep`. The caller removes them, not under the lock."""
-        unused = [segment for segment in self.segments.values() if segment.unused]
-        for segment in unused[keep:]:
-            del self.segments[segment.ident]
-        return unused[keep:]
+    def unused_segments(self) -> list[Segment]:
+        """Segments that nothing lies in, newest first."""
+        return [segment for segment in reversed(self.segments.values()) if segment.unused and not segment.lost]
+
+    def drop_segment(self, segment: Segment) -> None:
+        """A segment that nothing lies in is no more."""
+        del self.segments[segment.ident]
+        segment.close()
 
     def close(self) -> None:
         """Let go of everything. Idempotent."""
@@ -162,7 +165,7 @@ class Shard:
 
     def _record(self, entry: Entry) -> bytes:
         seed, place = self.log.seed, (entry.segment, entry.offset)
-        return records.put(seed, *place, entry.nbytes, entry.epoch, entry.space, entry.chain, entry.rooted)
+        return records.put(seed, *place, entry.nbytes, entry.epoch, entry.check, entry.space, entry.chain, entry.rooted)
 
 
 def seed_of(path: str) -> int:

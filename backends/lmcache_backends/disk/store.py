@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from lmcache_backends.disk.faults import FULL, failed
 from lmcache_backends.disk.log import Rewrite
 from lmcache_backends.disk.options import DiskOptions
-from lmcache_backends.disk.replay import Entry
+from lmcache_backends.disk.replay import Entry, check_of
 from lmcache_backends.disk.segments import sync_directory
 from lmcache_backends.disk.shard import Shard
 from lmcache_backends.disk.tally import Tally
@@ -42,8 +42,8 @@ class Store:
         self._tally = tally
         self._fsync = options.fsync
         owner = f"{os.getpid()}-{secrets.token_hex(8)}"
-        self._volumes = [Volume(path, options, owner, tally) for path in options.paths()]
         self._lock = threading.Lock()
+        self._volumes = [Volume(path, options, owner, tally, self._lock) for path in options.paths()]
         self._index: dict[tuple[bytes, bytes], tuple[Shard, Entry]] = {}
         self._nbytes = 0
         self._epoch = 0
@@ -62,6 +62,7 @@ class Store:
                 with _failing(volume.path):
                     for shard, entries in volume.open():
                         self._learn(shard, entries)
+                        self._compact(shard)
         except BaseException:
             self.close()
             raise
@@ -88,7 +89,7 @@ class Store:
         for volume in self._volumes:
             with contextlib.suppress(OSError):  # what needs the path will say so
                 volume.refresh()
-        self._give_back()
+            volume.give_back()
 
     def epochs(self, number: int) -> int:
         """The first of `number` moments of use, later than all before."""
@@ -120,7 +121,10 @@ class Store:
         finally:
             with self._lock:
                 self._release(shard, entry)
-        return ReadResult.HIT if whole else ReadResult.CORRUPT
+        if not whole or check_of(into) != entry.check:
+            self._tally.add("values_damaged")
+            return ReadResult.CORRUPT
+        return ReadResult.HIT
 
     def write(self, chunk: Chunk, epoch: int) -> WriteResult:
         """`epoch` is from `epochs`."""
@@ -130,7 +134,8 @@ class Store:
             return WriteResult.FULL
         shard, segment, offset = place
         chain = chunk.parent + b"".join(chunk.pages)
-        entry = Entry(chunk.key.space, chain, not chunk.parent, segment.ident, offset, chunk.data.nbytes, epoch)
+        where, check = (segment.ident, offset, chunk.data.nbytes), check_of(chunk.data)
+        entry = Entry(chunk.key.space, chain, not chunk.parent, *where, epoch, check)
         try:
             segment.write(offset, chunk.data)
             if self._fsync:
@@ -183,7 +188,8 @@ class Store:
                 failure = error
         if failure is not None:
             raise failure
-        self._give_back()
+        for volume in self._volumes:
+            volume.give_back()
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         self._refresh_stale()
@@ -273,15 +279,6 @@ class Store:
                     shard.add_segment(segment)
                     return volume.allocate(nbytes)
         return None
-
-    def _give_back(self) -> None:
-        for volume in self._volumes:
-            with self._lock:
-                segments = volume.give_back()
-            for segment in segments:
-                segment.close()
-                with contextlib.suppress(OSError):  # the next opening removes it
-                    os.unlink(segment.path)
 
     def _refresh_stale(self) -> None:
         if self.stale():

@@ -19,6 +19,7 @@ NAMES = (
     "segments_taken",
     "shards_adopted",  # left by processes that have ended
     "shards_evicted",  # the same, removed to make room
+    "values_damaged",  # reads that found a file too short, or not the value that was written there
 )
 
 

@@ -10,6 +10,7 @@ a process that ended. Whoever opens the path next adopts it; who needs room befo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
@@ -48,11 +49,14 @@ class Place(NamedTuple):
 class Volume:
     """A path and the shards this owner holds there. Everything raises `OSError`."""
 
-    def __init__(self, path: str, options: DiskOptions, owner: str, tally: Tally) -> None:
+    def __init__(self, path: str, options: DiskOptions, owner: str, tally: Tally, lock: threading.Lock) -> None:
+        """`lock` is the owner's: it guards what the shards have in memory."""
         self.path = path
+        self._node = os.path.join(path, "node.lock")
         self._options = options
         self._owner = owner
         self._tally = tally
+        self._lock = lock
         self._limit = options.share()
         self._segment = options.segment_size()
         self.shards: list[Shard] = []
@@ -101,9 +105,10 @@ class Volume:
         return None
 
     def refresh(self) -> None:
-        """Find out anew how many share the capacity."""
-        with self._node_lock():
-            self._share_with(self._others())
+        """Find out anew how many share the capacity, unless another process is at it."""
+        if (lock := FileLock.attempt(self._node)) is not None:
+            with lock:
+                self._share_with(self._others())
 
     def grow(self, nbytes: int) -> tuple[Shard, Segment] | None:
         """Make a segment with room for `nbytes`; None if the capacity, other owners or the file system leave no room
@@ -131,22 +136,25 @@ class Volume:
                     size //= 2
         return None
 
-    def give_back(self) -> list[Segment]:
-        """Take segments that nothing lies in out of service. One stays, unless others wait for it or nothing is
-        stored at all. Under the owner's lock; the caller removes them without."""
-        empty = not any(shard.entries for shard in self.shards)
-        keep = 0 if empty or sum(shard.nbytes for shard in self.shards) > self.share else 1
-        given: list[Segment] = []
-        for shard in self.shards:
-            unused = sum(segment.unused for segment in shard.segments.values())
-            given += shard.give_back(keep)
-            keep = max(0, keep - unused)
-        self._tally.add("segments_given_back", len(given))
-        return given
+    def give_back(self) -> None:
+        """Remove segments that nothing lies in. One stays, unless others wait for it or nothing is stored at all."""
+        with self._lock:
+            empty = not any(shard.entries for shard in self.shards)
+            keep = 0 if empty or sum(shard.nbytes for shard in self.shards) > self.share else 1
+            unused = [(shard, segment) for shard in self.shards for segment in shard.unused_segments()][keep:]
+            for _, segment in unused:
+                segment.lost = True
+        for shard, segment in unused:
+            with contextlib.suppress(OSError):  # the next opening removes it
+                os.unlink(segment.path)
+            with self._lock:  # only now others may take as much
+                shard.drop_segment(segment)
+        self._tally.add("segments_given_back", len(unused))
 
     def _free(self, others: int) -> int:
         """Bytes that may be taken now, if the other shards take `others`."""
-        mine = sum(shard.nbytes for shard in self.shards)
+        with self._lock:
+            mine = sum(shard.nbytes for shard in self.shards)
         system = os.statvfs(self.path)
         free = system.f_bavail * system.f_frsize - self._options.keep_free(system.f_blocks * system.f_frsize)
         return min(self.share - mine, self._limit - others - mine, free) // UNIT * UNIT
@@ -181,8 +189,9 @@ class Volume:
             empty.close()
 
     def _node_lock(self) -> FileLock:
-        return FileLock.wait(os.path.join(self.path, "node.lock"))
+        return FileLock.wait(self._node)
 
     def _claim(self, path: str, lock: FileLock) -> None:
         self.shards.append(Shard(path, lock, self._options.direct, self._tally))
-        lock.label(self._owner)
+        with contextlib.suppress(OSError):  # a full disk can still be read
+            lock.label(self._owner)

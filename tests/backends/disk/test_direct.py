@@ -1,0 +1,114 @@
+"""Past the page cache, or through it where the kernel wants that."""
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_backends.disk import DiskBackend
+from lmcache_core.errors import BackendError
+from lmcache_core.protocols import ReadResult, WriteResult
+from lmcache_core.testing import aligned_buffer
+from tests.backends.disk.kit import SIZE, assert_holds, chunk, fill, get, opened, options, put
+
+AT_ALL = "os.open"
+EACH = "os.pwritev"
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """As a file system does that cannot do O_DIRECT, when a file is opened or only when it is used."""
+    open_, write, read = os.open, os.pwritev, os.preadv
+
+    def is_direct(fd: int) -> bool:
+        info = Path(f"/proc/self/fdinfo/{fd}").read_text()
+        return bool(int(info.split("flags:")[1].split()[0], 8) & os.O_DIRECT)
+
+    def opening(path: str, flags: int, *args: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return open_(path, flags, *args)
+
+    def moving(call: Any) -> Any:
+        def moved(fd: int, *args: Any) -> int:
+            if is_direct(fd):
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return int(call(fd, *args))
+
+        return moved
+
+    if where == AT_ALL:
+        monkeypatch.setattr(os, "open", opening)
+    else:
+        monkeypatch.setattr(os, "pwritev", moving(write))
+        monkeypatch.setattr(os, "preadv", moving(read))
+
+
+@pytest.mark.parametrize("where", [AT_ALL, EACH])
+def test_what_refuses_o_direct_is_used_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    refuse_direct(monkeypatch, where)
+    with opened(tmp_path) as store:
+        fill(store, chunk(0), chunk(1))
+        assert_holds(store, chunk(0), chunk(1))
+        assert store.count("buffered_fallback") == 4, "each of two writes and two reads is counted"
+    with opened(tmp_path) as store:
+        assert_holds(store, chunk(0), chunk(1))
+
+
+@pytest.mark.parametrize("where", [AT_ALL, EACH])
+def test_always_means_always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    refuse_direct(monkeypatch, where)
+    with opened(tmp_path, direct="always") as store:
+        with pytest.raises(BackendError, match="set `direct: auto`"):
+            put(store, chunk(0))
+        assert get(store, chunk(0).key) is ReadResult.MISS
+        assert store.count("buffered_fallback") == 0
+
+
+def test_never_means_never_and_is_no_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: list[int] = []
+    open_ = os.open
+
+    def opening(path: str, how: int, *rest: Any) -> int:
+        flags.append(how)
+        return open_(path, how, *rest)
+
+    monkeypatch.setattr(os, "open", opening)
+    with opened(tmp_path, direct="never") as store:
+        fill(store, chunk(0))
+        assert_holds(store, chunk(0))
+        assert store.count("buffered_fallback") == 0
+    assert flags
+    assert not any(how & os.O_DIRECT for how in flags)
+
+
+async def test_a_buffer_that_is_not_aligned_works(tmp_path: Path) -> None:
+    """The contract promises alignment; what breaks it is slower, not broken."""
+    backend = DiskBackend(options(tmp_path))
+    await backend.open()
+    odd = aligned_buffer(SIZE + 4096)[3 : SIZE + 3]
+    odd[:] = chunk(0).data
+    assert await backend.write([chunk(0)._replace(data=odd)]) == [WriteResult.STORED]
+    into = aligned_buffer(SIZE + 4096)[5 : SIZE + 5]
+    assert await backend.read([chunk(0).key], [into]) == [ReadResult.HIT]
+    assert into == chunk(0).data
+    await backend.close()
+
+
+async def test_a_length_that_is_not_whole_works(tmp_path: Path) -> None:
+    backend = DiskBackend(options(tmp_path))
+    await backend.open()
+    for number, nbytes in enumerate((1, 4095, 4097, 10_000)):
+        data = aligned_buffer(12288)[:nbytes]
+        data[:] = os.urandom(nbytes)
+        assert await backend.write([chunk(number)._replace(data=data)]) == [WriteResult.STORED]
+        into = memoryview(bytearray(nbytes))
+        assert await backend.read([chunk(number).key], [into]) == [ReadResult.HIT]
+        assert into == data
+    await asyncio.gather(*(backend.delete([chunk(number).key]) for number in range(4)))
+    assert backend.usage().nbytes == 0
+    await backend.close()
