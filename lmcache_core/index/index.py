@@ -267,26 +267,23 @@ class Index(Residency):
         if key in space.staged:
             plan.present += pages
             return
-        refusal = None
-        slot = None
-        needs_parent = _kind(space) is GroupKind.FULL and first > 0
-        if first < first_page or (needs_parent and not self._has_parent(space, keys[first - 1])):
-            refusal = Refusal.NO_PARENT
-        else:
-            slot = self.allocate(space.form(pages))
-            refusal = Refusal.POOL_FULL if slot is None else None
-        if slot is None:
+        chained = _kind(space) is GroupKind.FULL
+        if first < first_page or (chained and first and not self._has_parent(space, keys[first - 1])):
             plan.dropped += pages
-            if refusal is not None:
-                self.counts.add("dropped_chunks", refusal.value)
+            self.counts.add("dropped_chunks", Refusal.NO_PARENT.value)
             return
-        parent = keys[first - 1] if first else b""
-        made = Entry(space, tuple(keys[first : first + pages]), parent, slot.form.nbytes)
+        form = space.form(pages)
+        made = Entry(space, tuple(keys[first : first + pages]), keys[first - 1] if first else b"", form.nbytes)
+        if chained:
+            space.adopt(made)  # before room is made, so that the chunk it needs is not what makes it
+        slot = self.allocate(form)
+        if slot is None:
+            space.orphan(made)
+            plan.dropped += pages
+            self.counts.add("dropped_chunks", Refusal.POOL_FULL.value)
+            return
         space.staged[key] = made
-        if _kind(space) is GroupKind.FULL:
-            space.adopt(made)
-        shards = set(range(_geometry(space).shards))
-        plan.reservations.append(Reservation(made, slot, group, first, shards))
+        plan.reservations.append(Reservation(made, slot, group, first, set(range(_geometry(space).shards))))
         plan.touched.append(made)
 
     def _has_parent(self, space: Space, key: bytes) -> bool:
@@ -329,7 +326,8 @@ class Index(Residency):
         for entry in plan.touched:
             if entry.where & POOL:
                 self.write_through(entry, plan.places)
-        self.touch([entry for entry in plan.touched if entry.where])
+        new = set(stored)
+        self.touch([entry for entry in plan.touched if entry.where and entry not in new])
         return stored
 
     def arrived(self, plan: StorePlan) -> bool:

@@ -45,7 +45,6 @@ class Lru:
 
     def __init__(self) -> None:
         self._order: OrderedDict[Entry, None] = OrderedDict()
-        self.touch_order = self._order.move_to_end
 
     def add(self, entry: Entry) -> None:
         """See `Policy`."""

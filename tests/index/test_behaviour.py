@@ -1,0 +1,385 @@
+"""Hits inside chunks, tails, supersession, admission, order of eviction: one behaviour a test."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache_core.index import POOL, TierRules, tier_bit
+from lmcache_core.index.decisions import Delete, Read, Touch, Write
+from lmcache_core.index.policy import Lru, S3Fifo
+from lmcache_core.protocols import ReadResult, WriteResult
+from tests.index.world import World, prompt
+
+DISK = tier_bit(0)
+
+
+def abc(text: str) -> list[bytes]:
+    return prompt(*text)
+
+
+def test_a_fork_inside_a_chunk_hits_the_pages_before_it() -> None:
+    world = World(4)
+    world.store(abc("aaaabbbb"))
+    assert world.pages(abc("aaaabbcc")) == 6
+    assert world.pages(abc("aaaabcccc")) == 5
+    assert world.pages(abc("aac")) == 2
+    assert world.pages(abc("c")) == 0
+
+
+def test_a_tail_is_stored_and_hits() -> None:
+    world = World(4)
+    world.store(abc("aaaaab"))
+    assert world.pages(abc("aaaaab")) == 6
+    assert world.pages(abc("aaaaabzzz")) == 6
+    assert world.pool.used < 2 * world.chunk_bytes, "a tail of two pages does not cost a full chunk"
+
+
+def test_a_longer_chunk_supersedes_its_tail_on_this_host_only() -> None:
+    local, shared = TierRules("disk"), TierRules("redis", shared=True)
+    world = World(4, [local, shared])
+    world.store(abc("aaaaab"))
+    world.run()
+    world.store(abc("aaaaabbb"))
+    world.run()
+    tail = abc("aaaaab")[-1]
+    assert tail not in world.spaces[0].chunks or world.spaces[0].chunks[tail].where == tier_bit(1)
+    assert {name.page for name in world.media[0]} == {abc("aaaa")[-1], abc("aaaaabbb")[-1]}
+    assert tail in {name.page for name in world.media[1]}, "shared tiers let tails expire"
+    assert world.pages(abc("aaaaab")) == 6
+    assert world.index.counts.get("superseded_chunks", "cpu") == 1
+    assert world.index.counts.get("superseded_chunks", "disk") == 1
+
+
+def test_eviction_takes_tails_first_and_keeps_prefixes_whole() -> None:
+    world = World(4)
+    world.store(abc("aaaabbbbccccdddd"))
+    world.store(abc("xxxx"))
+    assert world.pages(abc("aaaabbbbccccdddd")) == 12
+    world.store(abc("yyyy"))
+    assert world.pages(abc("aaaabbbbccccdddd")) == 8
+    assert world.pages(abc("xxxx")) == 4
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_no_chunk_outlives_those_in_front_of_it(policy: str) -> None:
+    world = World(6, policy=policy)
+    prompts = ["aaaabbbbcccc", "aaaaddddeeee", "ffffgggg", "aaaabbbbhhhh", "iiiijjjjkkkkllll"]
+    for round_ in range(20):
+        keys = abc(prompts[round_ % len(prompts)])
+        world.store(keys)
+        world.index.release(world.index.lease(world.find(keys)))
+        for entry in world.entries():
+            assert not entry.parent or any(e.where for e in world.spaces[0].holding(entry.parent))
+
+
+def test_a_prompt_larger_than_the_pool_keeps_its_beginning() -> None:
+    world = World(3)
+    plan = world.store(abc("aaaabbbbccccddddeeee"))
+    assert len(plan.reservations) == 3
+    assert plan.dropped == 8
+    assert world.pages(abc("aaaabbbbccccddddeeee")) == 12
+    assert world.index.counts.get("dropped_chunks", "pool_full") == 1
+    assert world.index.counts.get("dropped_chunks", "no_parent") == 1
+
+
+def test_a_full_pool_drops_a_store_at_once() -> None:
+    """Nothing waits for room: with every chunk leased the store is dropped and counted."""
+    world = World(2)
+    world.store(abc("aaaabbbb"))
+    lease = world.index.lease(world.find(abc("aaaabbbb")))
+    plan = world.store(abc("xxxx"))
+    assert (plan.reservations, plan.dropped) == ([], 4)
+    world.index.release(lease)
+    assert world.store(abc("xxxx")).dropped == 0
+
+
+def test_two_stores_of_one_chunk_cause_one_write() -> None:
+    world = World(4, [TierRules("disk")])
+    first = world.store(abc("aaaa"), commit=False)
+    second = world.store(abc("aaaa"), commit=False)
+    assert (len(first.reservations), len(second.reservations), second.present) == (1, 0, 4)
+    world.index.commit(first)
+    world.index.commit(second)
+    world.take()
+    assert sum(isinstance(d, Write) for d in world.pending) == 1
+    third = world.store(abc("aaaa"))
+    assert third.present == 4
+    assert sum(isinstance(d, Write) for d in world.pending) == 1
+
+
+def evicted_from_memory(world: World, keys: list[bytes]) -> None:
+    world.store(keys)
+    world.run()
+    world.index.clear(world.spaces, POOL)
+    world.take()
+
+
+def test_two_requests_for_one_chunk_cause_one_read() -> None:
+    world = World(4, [TierRules("disk")])
+    evicted_from_memory(world, abc("aaaa"))
+    entry = world.find(abc("aaaa")).pieces[0].entry
+    first, second = world.index.load(entry), world.index.load(entry)
+    assert first is not None
+    assert first is second
+    told: list[bool] = []
+    first.waiters += [told.append, told.append]
+    world.take()
+    assert sum(isinstance(d, Read) for d in world.pending) == 1
+    world.run()
+    assert told == [True, True]
+    assert world.find(abc("aaaa")).pieces[0].entry.where & POOL
+
+
+def test_a_failed_load_is_a_miss_and_the_next_lookup_misses() -> None:
+    world = World(4, [TierRules("disk")])
+    evicted_from_memory(world, abc("aaaa"))
+    entry = world.find(abc("aaaa")).pieces[0].entry
+    load = world.index.load(entry)
+    assert load is not None
+    told: list[bool] = []
+    load.waiters.append(told.append)
+    world.take()
+    world.carry_out(world.pending.pop(), True)
+    assert told == [False]
+    assert world.pages(abc("aaaa")) == 0
+    assert world.pool.slots == 0
+    assert world.index.counts.get("failed_reads", "disk") == 1
+    assert [d for d in world.pending if isinstance(d, Delete)] == [Delete(0, [entry.chunk_key])]
+
+
+def test_damage_is_a_miss_counted_and_deleted() -> None:
+    world = World(4, [TierRules("disk")])
+    evicted_from_memory(world, abc("aaaa"))
+    world.index.load(world.find(abc("aaaa")).pieces[0].entry)
+    world.take()
+    world.carry_out(world.pending.pop(), ReadResult.CORRUPT)
+    world.run()
+    assert world.pages(abc("aaaa")) == 0
+    assert world.media[0] == {}
+    assert world.index.counts.get("corrupt_chunks", "disk") == 1
+
+
+def test_a_failed_read_falls_back_to_the_next_tier() -> None:
+    world = World(4, [TierRules("disk"), TierRules("nfs")])
+    evicted_from_memory(world, abc("aaaa"))
+    load = world.index.load(world.find(abc("aaaa")).pieces[0].entry)
+    assert load is not None
+    told: list[bool] = []
+    load.waiters.append(told.append)
+    world.take()
+    world.carry_out(world.pending.pop(), True)
+    assert told == []
+    world.run()
+    assert told == [True]
+    assert world.index.counts.get("read_chunks", "nfs") == 1
+
+
+def test_a_late_read_keeps_its_slot_until_it_ends_and_is_no_hit_meanwhile() -> None:
+    world = World(1, [TierRules("disk")])
+    evicted_from_memory(world, abc("aaaa"))
+    entry = world.find(abc("aaaa")).pieces[0].entry
+    load = world.index.load(entry)
+    assert load is not None
+    world.take()
+    assert world.index.gave_up(load)
+    assert not world.index.gave_up(load)
+    assert world.pages(abc("aaaa")) == 0
+    assert world.store(abc("xxxx")).dropped == 4, "the slot is in quarantine"
+    world.run()
+    assert world.pages(abc("aaaa")) == 4
+    assert world.index.counts.get("late_reads", "disk") == 1
+
+
+def test_a_lease_holds_what_a_lookup_promised_until_it_runs_out() -> None:
+    world = World(1, lease_timeout=10)
+    world.store(abc("aaaa"))
+    lease = world.index.lease(world.find(abc("aaaa")))
+    world.now = 9.9
+    world.index.tick()
+    assert world.store(abc("xxxx")).dropped == 4
+    world.now = 10.1
+    world.index.tick()
+    assert not lease.active
+    assert world.index.counts.get("expired_leases", "lease") == 1
+    assert world.store(abc("xxxx")).dropped == 0
+    assert world.pages(abc("aaaa")) == 0
+
+
+def test_a_lookup_alone_renews_nothing() -> None:
+    world = World(2)
+    world.store(abc("aaaa"))
+    world.store(abc("xxxx"))
+    for _ in range(10):
+        assert world.pages(abc("aaaa")) == 4
+    world.store(abc("yyyy"))
+    assert world.pages(abc("aaaa")) == 0, "it was the least recently used, however often it was looked up"
+    assert world.pages(abc("xxxx")) == 4
+
+
+def test_pinned_chunks_stay() -> None:
+    world = World(2, [TierRules("disk", capacity=World(1).chunk_bytes)])
+    world.store(abc("aaaa"))
+    world.run()
+    world.index.pin(piece.entry for piece in world.find(abc("aaaa")).pieces)
+    for name in "bcdefg":
+        world.store(abc(name * 4))
+        world.run()
+    assert world.pages(abc("aaaa"), POOL) == 4
+    assert world.pages(abc("aaaa"), DISK) == 4
+    world.index.unpin(list(world.index.pinned))
+    for name in "hij":
+        world.store(abc(name * 4))
+        world.run()
+    assert world.pages(abc("aaaa")) == 0
+
+
+def test_second_touch_writes_a_chunk_when_it_is_used_again() -> None:
+    world = World(4, [TierRules("disk", admit="second-touch")])
+    world.store(abc("aaaa"))
+    world.store(abc("bbbb"))
+    assert not [d for d in world.pending if isinstance(d, Write)]
+    world.index.release(world.index.lease(world.find(abc("aaaa"))))
+    world.take()
+    assert [d.entry.key for d in world.pending if isinstance(d, Write)] == [abc("aaaa")[-1]]
+    world.run()
+    assert world.index.counts.get("written_chunks", "disk") == 1, "bytes written to flash are bounded by what is used"
+
+
+def test_write_on_evict_writes_when_the_pool_needs_room() -> None:
+    world = World(2, [TierRules("disk", write="evict")])
+    world.store(abc("aaaa"))
+    world.store(abc("bbbb"))
+    assert not [d for d in world.pending if isinstance(d, Write)]
+    assert world.store(abc("cccc")).dropped == 4, "nothing is lost while what must be kept is being written"
+    world.run()
+    assert world.store(abc("cccc")).dropped == 0
+    assert world.pages(abc("aaaa")) == 4
+    assert world.pages(abc("bbbb")) == 4
+
+
+def test_a_tier_stays_within_its_capacity() -> None:
+    size = World(1).chunk_bytes
+    world = World(8, [TierRules("disk", capacity=3 * size)])
+    for name in "abcdefgh":
+        world.store(abc(name * 4))
+        world.run()
+        assert sum(stored.nbytes for stored, _ in world.media[0].values()) <= 3 * size
+    assert {stored.pages[-1] for stored, _ in world.media[0].values()} == {abc(n * 4)[-1] for n in "fgh"}
+    assert world.index.counts.get("evicted_chunks", "disk") == 5
+
+
+def test_a_tier_that_is_full_against_our_account_gets_more_room_and_one_more_try() -> None:
+    size = World(1).chunk_bytes
+    world = World(8, [TierRules("disk", capacity=4 * size)])
+    for name in "abcd":
+        world.store(abc(name * 4))
+    world.run()
+    world.store(abc("eeee"))
+    write = world.pending.pop(0)
+    assert isinstance(write, Write)
+    told: list[bool] = []
+    write.waiters.append(told.append)
+    world.carry_out(write, WriteResult.FULL)
+    assert told == []
+    world.run()
+    assert told == [True]
+    assert abc("eeee")[-1] in {name.page for name in world.media[0]}
+
+
+def test_a_tier_that_is_down_is_neither_read_nor_written() -> None:
+    world = World(4, [TierRules("disk")])
+    evicted_from_memory(world, abc("aaaa"))
+    world.index.set_up(world.index.tiers[0], False)
+    assert world.pages(abc("aaaa")) == 0
+    world.store(abc("bbbb"))
+    assert world.pending == []
+    assert world.index.counts.get("dropped_chunks", "tier_down") == 1
+    world.scan(0)
+    assert world.pages(abc("aaaa")) == 4
+
+
+def test_a_chunk_stored_again_while_its_tier_is_down_is_one_chunk() -> None:
+    world = World(4, [TierRules("disk")])
+    evicted_from_memory(world, abc("aaaa"))
+    world.index.set_up(world.index.tiers[0], False)
+    world.store(abc("aaaa"))
+    world.scan(0)
+    world.run()
+    assert world.pages(abc("aaaa")) == 4
+    world.index.clear(world.spaces, -1)
+    world.take()
+    world.run()
+    assert (world.entries(), world.pool.used, world.media[0]) == ([], 0, {})
+    assert not world.spaces[0]._holders
+
+
+def test_use_is_reported_to_a_tier_that_remembers_it() -> None:
+    world = World(4, [TierRules("disk", remembers_use=True)])
+    world.store(abc("aaaabbbb"))
+    world.run()
+    world.index.release(world.index.lease(world.find(abc("aaaabbbb"))))
+    world.index.tick()
+    world.take()
+    touches = [d for d in world.pending if isinstance(d, Touch)]
+    assert [name.page for name in touches[-1].keys] == [abc("aaaabbbb")[-1], abc("aaaa")[-1]]
+
+
+def test_a_scan_brings_chunks_of_models_that_are_registered_later() -> None:
+    world = World(4, [TierRules("disk")])
+    evicted_from_memory(world, abc("aaaabb"))
+    fresh = World(4, [TierRules("disk")])
+    later = fresh.index.spaces.pop(fresh.spaces[0].digest)
+    fresh.media[0] = world.media[0]
+    fresh.scan(0)
+    assert later.geometry is not None
+    fresh.spaces = [fresh.index.add_space(later.digest, later.geometry)]
+    assert fresh.pages(abc("aaaabb")) == 6
+    fresh.index.load(fresh.find(abc("aaaabb")).pieces[0].entry)
+    fresh.take()
+    fresh.run()
+    assert fresh.pages(abc("aaaabb")) == 6
+
+
+def test_an_aborted_store_leaves_nothing() -> None:
+    world = World(2)
+    plan = world.index.plan_store(world.spaces, abc("aaaabbbb"))
+    world.index.filled(plan.reservations[0])
+    stored = world.index.commit(plan)
+    assert [entry.key for entry in stored] == [abc("aaaa")[-1]]
+    assert world.pool.slots == 1
+    assert world.index.counts.get("dropped_chunks", "aborted") == 1
+    plan = world.index.plan_store(world.spaces, abc("xxxx"))
+    for reservation in plan.reservations:
+        world.index.abort(reservation)
+        world.index.abort(reservation)
+    assert world.pool.slots == 1
+
+
+def test_s3fifo_survives_a_scan_that_flushes_lru() -> None:
+    survivors = {}
+    for policy in ("lru", "s3fifo"):
+        world = World(10, policy=policy)
+        hot = [abc(name * 4) for name in "ABCDE"]
+        for _ in range(3):
+            for keys in hot:
+                world.store(keys)
+                world.index.release(world.index.lease(world.find(keys)))
+        for number in range(40):
+            world.store(prompt(*[f"scan {number} {page}" for page in range(4)]))
+        survivors[policy] = sum(world.pages(keys) == 4 for keys in hot)
+    assert survivors == {"lru": 0, "s3fifo": 5}
+
+
+@pytest.mark.parametrize("policy", [Lru(), S3Fifo()])
+def test_a_policy_offers_every_entry_once(policy: Lru | S3Fifo) -> None:
+    world = World(8)
+    world.store(abc("aaaabbbbccccddddeeee"))
+    entries = world.entries()
+    for entry in entries:
+        policy.add(entry)
+    for entry in entries[:2]:
+        policy.touch(entry)
+    offered = list(policy.candidates())
+    assert len(offered) == len(entries)
+    assert set(offered) == set(entries)
+    assert len(policy) == len(entries)

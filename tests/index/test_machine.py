@@ -1,0 +1,326 @@
+"""The index under any order of events: a hypothesis state machine against brute-force definitions."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lmcache_core.hostpool import Slot
+from lmcache_core.index import POOL, TierRules, tier_bit
+from lmcache_core.index.decisions import Delete, Lease, Read, StorePlan, Touch, Write
+from lmcache_core.index.policy import PolicyName
+from lmcache_core.index.tiers import Admission, WriteMode
+from lmcache_core.protocols import ReadResult, WriteResult
+from tests.index.world import CHUNK_PAGES, World, fill, prompt
+
+# Prompts that share beginnings, end inside chunks, and fork inside and between them.
+PROMPTS = [
+    "a" * 4,
+    "a" * 6,
+    "a" * 8,
+    "a" * 12,
+    "aaab",
+    "aabbbb",
+    "a" * 7 + "b" * 5,
+    "a" * 4 + "b" * 6,
+    "b" * 4,
+    "bbbbb",
+    "c" * 9,
+]
+PAGES = st.sampled_from(PROMPTS).map(list)
+HOW = st.sampled_from([None, None, None, None, True, "damage", "miss", "full"])
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Stores, lookups, loads, leases, pins, evictions, failures and restarts of tiers, in any order."""
+
+    @initialize(
+        slots=st.integers(1, 6),
+        policies=st.tuples(*[st.sampled_from(["lru", "s3fifo"])] * 3),
+        modes=st.tuples(*[st.sampled_from(["through", "evict", "never"])] * 2),
+        admit=st.tuples(*[st.sampled_from(["always", "second-touch"])] * 2),
+        chunks=st.integers(1, 8),
+        pending=st.integers(1, 4),
+    )
+    def start(
+        self,
+        slots: int,
+        policies: tuple[PolicyName, ...],
+        modes: tuple[WriteMode, ...],
+        admit: tuple[Admission, ...],
+        chunks: int,
+        pending: int,
+    ) -> None:
+        size = World(1).chunk_bytes
+        first = TierRules(
+            "first", modes[0], admit[0], policies[0], chunks * size, remembers_use=True, pending_limit=pending * size
+        )
+        second = TierRules("second", modes[1], admit[1], policies[1], None, shared=True, evictable=False)
+        self.world = World(slots, [first, second], policy=policies[2], lease_timeout=10.0)
+        self.index = self.world.index
+        self.plans: list[StorePlan] = []
+        self.leases: list[Lease] = []
+        self.lent: list[Slot] = []
+
+    # Engines
+
+    @rule(pages=PAGES)
+    def store(self, pages: list[str]) -> None:
+        self.world.store(prompt(*pages))
+
+    @rule(pages=PAGES)
+    def begin_store(self, pages: list[str]) -> None:
+        if len(self.plans) < 3:
+            plan = self.index.plan_store(self.world.spaces, prompt(*pages))
+            chunks = -(-len(pages) // CHUNK_PAGES)
+            staged = sum(len(reservation.entry.pages) for reservation in plan.reservations)
+            assert staged + plan.present + plan.dropped == len(pages)
+            assert len(plan.reservations) <= chunks
+            self.plans.append(plan)
+            self.world.take()
+
+    @precondition(lambda self: self.plans)
+    @rule(data=st.data(), aborted=st.sets(st.integers(0, 3)))
+    def finish_store(self, data: st.DataObject, aborted: set[int]) -> None:
+        plan = self.plans.pop(data.draw(st.integers(0, len(self.plans) - 1)))
+        kept = []
+        for number, reservation in enumerate(plan.reservations):
+            if number not in aborted:
+                fill(reservation.slot, reservation.entry)
+                self.index.filled(reservation)
+                kept.append(reservation.entry)
+        stored = self.index.commit(plan)
+        assert set(stored) == set(kept)
+        self.world.take()
+
+    @rule(pages=PAGES)
+    def look_up(self, pages: list[str]) -> None:
+        keys = prompt(*pages)
+        found = self.world.find(keys)
+        assert found.pages == self.brute_force(keys)
+        self.leases.append(self.index.lease(found))
+        self.world.take()
+
+    def brute_force(self, keys: list[bytes]) -> int:
+        """Pages from the start such that each window's are the start of one readable chunk; a window that is not
+        wholly there is the last."""
+        total = 0
+        for start in range(0, len(keys), CHUNK_PAGES):
+            window = keys[start : start + CHUNK_PAGES]
+            best = 0
+            for entry in self.world.spaces[0].chunks.values():
+                late = entry.load is not None and entry.load.late and not entry.where & POOL
+                if not entry.where & self.index.readable or late:
+                    continue
+                run = 0
+                while run < min(len(window), len(entry.pages)) and entry.pages[run] == window[run]:
+                    run += 1
+                best = max(best, run)
+            total += best
+            if best < CHUNK_PAGES:
+                break
+        return total
+
+    @rule(pages=PAGES)
+    def look_up_and_load(self, pages: list[str]) -> None:
+        self.look_up(pages)
+        for piece in self.leases[-1].found.pieces:
+            if piece.entry.slot is None:
+                self.index.load(piece.entry)
+        self.world.take()
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def load(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(self.leases))
+        for piece in lease.found.pieces:
+            if piece.entry.slot is None:
+                self.index.load(piece.entry)
+        self.world.take()
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def copy(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(self.leases))
+        for piece in lease.found.pieces[:1]:
+            slot = piece.entry.slot
+            if slot is not None and len(self.lent) < 2:
+                slot.acquire()
+                self.lent.append(slot)
+
+    @precondition(lambda self: self.lent)
+    @rule()
+    def copied(self) -> None:
+        self.lent.pop(0).release()
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), parts=st.integers(0, 2))
+    def release(self, data: st.DataObject, parts: int) -> None:
+        lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        self.index.consume(lease, min(parts, len(lease.found.pieces)))
+        self.index.release(lease)
+        self.index.release(lease)
+
+    @rule(seconds=st.sampled_from([0.5, 6.0, 11.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.now += seconds
+        self.index.tick()
+        self.world.take()
+        self.leases = [lease for lease in self.leases if lease.active]
+
+    # Tiers
+
+    @precondition(lambda self: self.world.pending)
+    @rule(which=st.lists(st.tuples(st.integers(0, 9), HOW), min_size=1, max_size=6))
+    def carry_out(self, which: list[tuple[int, object]]) -> None:
+        for number, how in which:
+            if self.world.pending:
+                self.carry_out_one(number % len(self.world.pending), how)
+
+    @rule()
+    def carry_out_all(self) -> None:
+        self.world.run()
+
+    def carry_out_one(self, number: int, how: object) -> None:
+        """Decisions of one key stay in order, others overtake each other."""
+        pending = self.world.pending
+        decision = pending[number]
+        for earlier in pending[:number]:
+            if _tier(earlier) == _tier(decision) and _names(earlier) & _names(decision):
+                return
+        pending.pop(number)
+        failure: object = how if how is True else None
+        if isinstance(decision, Read):
+            results = {"damage": ReadResult.CORRUPT, "miss": ReadResult.MISS}
+            failure = failure or results.get(how)  # type: ignore[call-overload]
+        if isinstance(decision, Write) and how == "full":
+            failure = WriteResult.FULL
+        if failure and not isinstance(decision, Read | Write):
+            failure = None
+        self.world.carry_out(decision, failure)
+
+    @precondition(lambda self: any(isinstance(d, Read) for d in self.world.pending))
+    @rule()
+    def deadline(self) -> None:
+        load = next(d.load for d in self.world.pending if isinstance(d, Read))
+        self.index.gave_up(load)
+
+    @rule(number=st.integers(0, 1))
+    def tier_fails_and_comes_back(self, number: int) -> None:
+        """Everything under way fails, what is queued is refused, and the tier is scanned when it comes back."""
+        tier = self.index.tiers[number]
+        self.index.set_up(tier, False)
+        mine = [d for d in self.world.pending if _tier(d) == number]
+        self.world.pending = [d for d in self.world.pending if _tier(d) != number]
+        for decision in mine:
+            if isinstance(decision, Read):
+                self.index.dropped(decision.load)
+            elif isinstance(decision, Write):
+                self.world.carry_out(decision, True)
+        self.world.take()
+        for decision in [d for d in self.world.pending if _tier(d) == number]:
+            assert not isinstance(decision, Write | Read)
+            self.world.pending.remove(decision)
+        self.world.scan(number)
+
+    # Operators
+
+    @rule(pages=PAGES)
+    def pin(self, pages: list[str]) -> None:
+        self.index.pin(piece.entry for piece in self.world.find(prompt(*pages)).pieces)
+
+    @rule()
+    def unpin_all(self) -> None:
+        for entry in list(self.index.pinned):
+            self.index.unpin([entry] * entry.pins)
+
+    @rule(pages=PAGES, places=st.sampled_from([POOL, tier_bit(0), -1]))
+    def evict(self, pages: list[str], places: int) -> None:
+        entries = [piece.entry for piece in self.world.find(prompt(*pages)).pieces]
+        free = [entry for entry in entries if not entry.pins and not entry.leases]
+        self.index.evict(entries, places)
+        assert not any(entry.where & places for entry in free)
+        self.world.take()
+
+    @rule(places=st.sampled_from([POOL, tier_bit(0), -1]))
+    def clear(self, places: int) -> None:
+        self.index.clear(self.world.spaces, places)
+        assert not any(entry.where & places for entry in self.world.entries())
+        self.world.take()
+
+    # What must always hold
+
+    def reserved(self) -> list[Slot]:
+        return [r.slot for plan in self.plans for r in plan.reservations if r.open]
+
+    @invariant()
+    def accounts_are_right(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check_accounts(self.reserved(), [slot for slot in self.lent if slot.references])
+
+    def teardown(self) -> None:
+        """At rest nothing is leased, lent, staged or under way, and every slot is a resident chunk's."""
+        if not hasattr(self, "world"):
+            return
+        for plan in self.plans:
+            self.index.commit(plan)
+        for lease in self.leases:
+            self.index.release(lease)
+        for slot in self.lent:
+            slot.release()
+        self.plans, self.leases, self.lent = [], [], []
+        self.unpin_all()
+        self.world.take()
+        self.world.run()
+        entries = self.world.entries()
+        assert not self.index.leases
+        assert not self.index.writes
+        assert not any(entry.leases or entry.pins or entry.load or entry.writing or entry.doomed for entry in entries)
+        assert not any(space.staged for space in self.world.spaces)
+        assert self.world.pool.slots == sum(entry.slot is not None for entry in entries)
+        for tier, medium in zip(self.index.tiers, self.world.media, strict=True):
+            known = {entry.chunk_key for entry in entries if entry.where & tier.bit}
+            assert known <= set(medium), "a chunk that a tier is said to hold and does not"
+        self.index.clear(self.world.spaces, -1)
+        self.world.take()
+        self.world.run()
+        assert self.world.entries() == []
+        assert self.world.pool.used == 0
+        for space in self.world.spaces:
+            assert not space._holders
+            assert not space._children
+
+
+def _tier(decision: object) -> int:
+    if isinstance(decision, Read):
+        return decision.load.tier
+    number: int = decision.tier  # type: ignore[attr-defined]
+    return number
+
+
+def _names(decision: object) -> set[object]:
+    if isinstance(decision, Read):
+        return {decision.load.entry.chunk_key}
+    if isinstance(decision, Write):
+        return {decision.entry.chunk_key, *decision.evict}
+    return set(decision.keys) if isinstance(decision, Delete | Touch) else set()
+
+
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None, derandomize=True)
+
+
+def test_a_slot_cannot_be_released_twice() -> None:
+    from lmcache_core.errors import UsageError
+
+    world = World(1)
+    plan = world.store(prompt("a"))
+    slot = plan.reservations[0].slot
+    world.index.clear(world.spaces, POOL)
+    assert slot.references == 0
+    with pytest.raises(UsageError):
+        slot.release()
+    with pytest.raises(UsageError):
+        slot.acquire()
