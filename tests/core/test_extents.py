@@ -144,3 +144,44 @@ class Against(RuleBasedStateMachine):
 
 TestAgainst = Against.TestCase
 TestAgainst.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+
+
+def test_many_extents_are_taken_at_once() -> None:
+    one_by_one, at_once = ExtentAllocator(40 * UNIT), ExtentAllocator(40 * UNIT)
+    held = [(0, UNIT), (2 * UNIT, UNIT + 1), (4 * UNIT, 3 * UNIT), (39 * UNIT, UNIT)]
+    for offset, nbytes in held:
+        one_by_one.take(offset, nbytes)
+    at_once.take_all(held)
+    for extents in (one_by_one, at_once):
+        assert extents.free_bytes == 33 * UNIT
+        assert extents.largest == 32 * UNIT
+        assert extents.allocate(UNIT) == UNIT
+        extents.free(2 * UNIT, 2 * UNIT)
+        assert extents.allocate(33 * UNIT) is None
+        assert extents.allocate(2 * UNIT) == 2 * UNIT
+    full = ExtentAllocator(2 * UNIT)
+    full.take_all([(0, 2 * UNIT)])
+    assert full.largest == full.free_bytes == 0
+    empty = ExtentAllocator(2 * UNIT)
+    empty.take_all([])
+    assert empty.largest == 2 * UNIT
+
+
+@pytest.mark.parametrize(
+    "extents",
+    [
+        [(0, 2 * UNIT), (UNIT, UNIT)],
+        [(2 * UNIT, UNIT), (0, UNIT)],
+        [(0, UNIT), (0, UNIT)],
+        [(3 * UNIT, 2 * UNIT)],
+        [(5, UNIT)],
+        [(0, 0)],
+    ],
+)
+def test_extents_that_cannot_all_be_taken_are_refused(extents: list[tuple[int, int]]) -> None:
+    with pytest.raises(UsageError):
+        ExtentAllocator(4 * UNIT).take_all(extents)
+    used = ExtentAllocator(4 * UNIT)
+    used.allocate(UNIT)
+    with pytest.raises(UsageError):
+        used.take_all([(2 * UNIT, UNIT)])
