@@ -12,6 +12,8 @@ from lmcache_core.errors import ClosedError, UsageError
 
 T = TypeVar("T")
 
+STOP_TIMEOUT = 5.0
+
 
 class LoopThread:
     """One asyncio event loop on one daemon thread."""
@@ -53,7 +55,15 @@ class LoopThread:
         return self.start(work).result(timeout)
 
     def stop(self) -> None:
-        """Stop the loop and wait for its thread."""
+        """Cancel what still runs on the loop, stop it and wait for its thread."""
         if self.thread.is_alive():
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop)
             self.thread.join()
+
+    async def _cancel_all(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=STOP_TIMEOUT)
+        self.loop.stop()

@@ -105,11 +105,14 @@ class StorageBackend(Protocol):
 
     All verbs may be called concurrently, also for one key. A value is visible to `contains` and `read` only when it
     is complete, and a `read` that reports HIT has filled its buffer with exactly the bytes of one earlier `write`.
+
+    A coroutine that is cancelled ends only when nothing of it touches the buffers any more, unless the backend is
+    `Abortable`. After `close` every verb raises `ClosedError` or `BackendError`.
     """
 
     async def open(self) -> None:
-        """Connect, create what is missing and learn what is stored. May be called again after `close`, and on an
-        instance whose medium failed, to try whether it is back.
+        """Connect, create what is missing and learn what is stored. May be called again after `close`, on an open
+        instance (which loses nothing by it), and on one whose medium failed, to try whether it is back.
 
         Raises:
             BackendError: The medium cannot be used now.
@@ -139,7 +142,8 @@ class StorageBackend(Protocol):
 
     async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
         """Store `chunk.data` under `chunk.key` for each chunk, replacing what is there. STORED means that it survives
-        a crash of this process if the backend is persistent at all.
+        a crash of this process if the backend is persistent at all. FULL leaves an older value of that key in place.
+        A write counts as a use.
 
         Raises:
             BackendError: The medium failed. Any of the keys may or may not be stored; the caller deletes them.
