@@ -1,0 +1,71 @@
+"""The benchmarks run, and give the rows they promise. What the figures are is nobody's business here."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.disks import scratch
+from benchmarks.harness import Row, Scale
+from benchmarks.run import BARS, SUITES, main, measure
+
+NAMES = [name for names in SUITES.values() for name in names]
+
+
+TINY = Scale(
+    rounds=1, layers=1, chunks=2, hashed_tokens=128, calls=2, lookups=3, stored=4, restart_pool=1 << 20, starts=1
+)
+
+
+@pytest.fixture
+def tiny() -> Scale:
+    try:
+        with scratch(TINY.directory):
+            return TINY
+    except SystemExit as error:
+        pytest.skip(f"a disk is missing: {error}")
+
+
+def check(row: Row) -> None:
+    assert math.isfinite(row.value)
+    assert row.value > 0
+    assert row.unit in ("GB/s", "Mtok/s", "us", "s")
+    assert (row.limit is None) == (row.ratio is None)
+    assert row.ratio is None or (math.isfinite(row.ratio) and row.ratio > 0)
+
+
+def test_every_row_is_there_once_and_in_order(tiny: Scale) -> None:
+    rows = list(measure(tiny))
+    assert [row.name for row in rows] == NAMES
+    assert len(set(NAMES)) == len(NAMES)
+    for row in rows:
+        check(row)
+    assert {row.name for row in rows if row.limit is not None} == set(BARS)
+
+
+def test_only_some_rows() -> None:
+    assert [row.name for row in measure(TINY, ["keys.array", "overhead.st"])] == [
+        "keys.array",
+        "overhead.store",
+        "overhead.store.hashed",
+    ]
+
+
+def test_a_row_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["run", "--only", "nothing"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "no row starts with nothing" in capsys.readouterr().err
+
+
+def test_rows_go_to_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.setattr("benchmarks.run.QUICK", TINY)
+    monkeypatch.setattr("benchmarks.run.BARS", {"keys.list": math.inf})
+    out = tmp_path / "bench.json"
+    monkeypatch.setattr("sys.argv", ["run", "--quick", "--only", "keys", "--out", str(out)])
+    main()
+    written = json.loads(out.read_text())
+    assert [set(row) for row in written["rows"]] == [{"name", "value", "unit", "limit", "ratio"}] * 2
+    assert written["short"] == ["keys.list"]
+    assert "short of their bars: keys.list" in capsys.readouterr().out
