@@ -26,6 +26,7 @@ from lmcache_core.loop import LoopThread
 from lmcache_core.namespace import Group, GroupKind, Namespace
 from lmcache_core.probe import Prober
 from lmcache_core.protocols import ReadResult, RemembersUse, Scannable, StorageBackend, Stored, WriteResult
+from lmcache_core.ratelog import LogWriter, RateLog
 from lmcache_core.tier import TierRunner
 
 log = logging.getLogger(__name__)
@@ -60,8 +61,11 @@ class Node:
         """Seconds by which the event loop was late at its last tick."""
         self._loop = LoopThread()
         self._framer = Framer()
+        self._log_writer = LogWriter()
         self.runners = [
-            TierRunner(number, tier, backend, self._framer, self)
+            TierRunner(
+                number, tier, backend, self._framer, self, RateLog(log, config.log_interval, writer=self._log_writer)
+            )
             for number, (tier, backend) in enumerate(zip(config.tiers, backends, strict=True))
         ]
         self._prober = Prober(self)
@@ -105,6 +109,7 @@ class Node:
         self._loop.run(self._stop(), 3 * CLOSE_TIMEOUT)
         self._loop.stop()
         self._framer.close()
+        self._log_writer.close()
         self.pool.close()
 
     async def _stop(self) -> None:

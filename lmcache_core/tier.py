@@ -7,11 +7,11 @@ coroutine has really ended, however late: that is the quarantine. At a deadline 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from lmcache_core import frame
 from lmcache_core.breaker import Breaker
 from lmcache_core.config import TierConfig
 from lmcache_core.errors import BackendError, ConfigError
@@ -32,11 +32,12 @@ from lmcache_core.protocols import (
 )
 from lmcache_core.ratelog import RateLog
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BATCH_BYTES = 4 << 20
 OPEN_TIMEOUT = 30.0
+
+_NO_HEADER = bytes(frame.ALIGN)
 
 Mutation = Write | Delete | Touch | Describe
 
@@ -76,7 +77,13 @@ class TierRunner:
     """One tier at work."""
 
     def __init__(
-        self, number: int, config: TierConfig, backend: StorageBackend, framer: Framer, events: TierEvents
+        self,
+        number: int,
+        config: TierConfig,
+        backend: StorageBackend,
+        framer: Framer,
+        events: TierEvents,
+        faults: RateLog,
     ) -> None:
         self.number = number
         self.config = config
@@ -88,7 +95,7 @@ class TierRunner:
         self._events = events
         self._abortable = isinstance(backend, Abortable) and backend.abortable
         self._breaker = Breaker(config.breaker.failures, config.breaker.cooldown, config.breaker.max_cooldown)
-        self._log = RateLog(log)
+        self._log = faults
         self._reads: deque[Load] = deque()
         self._timers: dict[Load, asyncio.TimerHandle] = {}
         self._overdue: set[Load] = set()
@@ -237,6 +244,8 @@ class TierRunner:
 
     async def _results(self, loads: list[Load]) -> list[ReadResult | None]:
         entries = [load.entry for load in loads]
+        for load in loads:
+            load.slot.frame[: frame.ALIGN] = _NO_HEADER  # what an earlier chunk left must not pass for this one
         try:
             results = await self._call(
                 self.backend.read([entry.chunk_key for entry in entries], [load.slot.frame for load in loads]),
@@ -250,6 +259,7 @@ class TierRunner:
         if len(results) != len(loads):
             self.failed(BackendError(f"{len(results)} results for {len(loads)} keys"), "failed to read")
             return [None] * len(loads)
+        results = [result if isinstance(result, ReadResult) else None for result in results]
         checked: list[ReadResult | None] = []
         for load, result in zip(loads, results, strict=True):
             if result is ReadResult.HIT:
@@ -359,7 +369,7 @@ class TierRunner:
             told = await self._call(self.backend.write(chunks), self.config.write_timeout)
             if len(told) != len(writes):
                 raise BackendError(f"{len(told)} results for {len(writes)} chunks")
-            results = told
+            results = [result if isinstance(result, WriteResult) else None for result in told]
             if not late:
                 self._breaker.succeeded()
             self._retry_deletes()
@@ -432,7 +442,7 @@ class TierRunner:
                 self._log.warning("recover", "tier %s is still down: %s", self.config.name, error or "timed out")
             else:
                 self._breaker.close()
-                log.info("tier %s is back", self.config.name)
+                self._log.info("tier %s is back", self.config.name)
 
     def usage(self) -> tuple[int, int | None] | None:
         """Bytes held and bytes that may be, as the backend tells them, if it does."""

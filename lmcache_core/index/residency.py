@@ -125,7 +125,7 @@ class Residency:
             refusal = Refusal.TIER_DOWN
         elif tier.rules.shared and entry.space.geometry is not None and not entry.space.geometry.shareable:
             return None
-        elif tier.pending + entry.nbytes > tier.rules.pending_limit:
+        elif tier.pending and tier.pending + entry.nbytes > tier.rules.pending_limit:
             refusal = Refusal.QUEUE_FULL
         elif not self._make_room(tier, tier.over(entry.nbytes), evict):
             refusal = Refusal.TIER_FULL

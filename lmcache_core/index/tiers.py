@@ -29,6 +29,7 @@ class TierRules:
         shared: Whether others on other hosts read it.
         remembers_use: Whether it wants to know what was used.
         evictable: Whether chunks may be deleted from it to make room.
+        pending_limit: Bytes of chunks that may wait to be written, or are; one chunk may always.
     """
 
     name: str

@@ -1,10 +1,11 @@
 """One log line per kind of fault and interval."""
 
 import logging
+import threading
 
 import pytest
 
-from lmcache_core.ratelog import RateLog
+from lmcache_core.ratelog import LogWriter, RateLog
 
 
 def test_one_line_an_interval_and_kind(caplog: pytest.LogCaptureFixture) -> None:
@@ -21,3 +22,33 @@ def test_one_line_an_interval_and_kind(caplog: pytest.LogCaptureFixture) -> None
         "cannot write",
         "cannot read d (2 more of this kind in the last 10 s)",
     ]
+
+
+class Stuck(logging.Handler):
+    """A handler that blocks, as one does whose pipe nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.entered.set()
+        self.go_on.wait()
+        self.lines.append(record.getMessage())
+
+
+def test_a_stuck_log_holds_up_nobody() -> None:
+    logger, handler = logging.getLogger("stuck"), Stuck()
+    logger.propagate = False
+    logger.addHandler(handler)
+    writer = LogWriter()
+    lines = RateLog(logger, interval=0, writer=writer)
+    assert lines.warning("a", "first %d", 1)
+    assert handler.entered.wait(10)
+    for number in range(writer.MOST + 10):
+        lines.warning("a", "line %d", number)
+    handler.go_on.set()
+    writer.close(20)
+    assert handler.lines == ["first 1", *(f"line {number}" for number in range(writer.MOST))]

@@ -1,0 +1,279 @@
+"""The public interface over a node with real tiers in memory."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmcache_backends.cpu import CpuBackend, CpuOptions
+from lmcache_core import AsyncCache, Cache, ClosedError, ConfigError, LayoutError, Namespace
+from lmcache_core.direct import DirectClient
+from tests.node.kv import PAGE_TOKENS, PageView, at_rest, namespace, open_cache, retrieve, store, tokens
+
+
+def memory() -> CpuBackend:
+    return CpuBackend(CpuOptions())
+
+
+def test_what_was_stored_comes_back_byte_for_byte() -> None:
+    with open_cache() as cache:
+        assert cache.lookup(tokens("abcdefg")).tokens == 0
+        store(cache, "abcdefg")
+        assert cache.lookup(tokens("abcdefg")).tiers == {"cpu": 7 * PAGE_TOKENS}
+        assert retrieve(cache, "abcdefg") == 7
+        assert retrieve(cache, "abcdefgh") == 7
+        assert retrieve(cache, "abcdex") == 5
+        assert retrieve(cache, "xbcdex") == 0
+        at_rest(cache)
+
+
+def test_tokens_behind_the_last_whole_page_are_left_out() -> None:
+    with open_cache() as cache:
+        ids = tokens("abc") + [7] * (PAGE_TOKENS - 1)
+        prompt = cache.prompt(ids)
+        result = cache.store(prompt, PageView.of(prompt.keys))
+        assert (prompt.tokens, len(prompt.keys), result.stored) == (len(ids), 3, 3 * PAGE_TOKENS)
+        assert cache.lookup(ids).tokens == 3 * PAGE_TOKENS
+
+
+@pytest.mark.parametrize(
+    "form", [list, tuple, lambda t: array.array("q", t), np.array, lambda t: np.array(t, np.uint32)]
+)
+def test_tokens_of_any_kind_name_the_same_prompt(form: type) -> None:
+    with open_cache() as cache:
+        store(cache, "abcd")
+        assert cache.lookup(form(tokens("abcd"))).tokens == 4 * PAGE_TOKENS
+
+
+def test_a_prompt_that_grows_is_the_prompt_that_was_whole() -> None:
+    with open_cache() as cache:
+        store(cache, "abcdef")
+        prompt = cache.prompt(tokens("abc"))
+        assert cache.lookup(prompt).tokens == 3 * PAGE_TOKENS
+        prompt.extend(tokens("def"))
+        assert cache.lookup(prompt).tokens == 6 * PAGE_TOKENS
+
+
+def test_another_tenant_adapter_or_salt_has_no_hits() -> None:
+    with open_cache() as cache:
+        for setting in ({"salt": "tenant"}, {"adapter": "lora"}, {"salt": b"tenant", "adapter": "lora"}):
+            prompt = cache.prompt(tokens("abcd"), **setting)
+            assert cache.lookup(prompt).tokens == 0
+            cache.store(prompt, PageView.of(prompt.keys))
+            assert cache.lookup(prompt).tokens == 4 * PAGE_TOKENS
+        assert cache.lookup(tokens("abcd")).tokens == 0
+        other = Cache(cache.client, cache.namespace, salt="of the configuration")
+        assert other.lookup(tokens("abcd")).tokens == 0
+        assert other.lookup(other.prompt(tokens("abcd"), salt="tenant")).tokens == 0
+
+
+def test_another_model_dtype_or_epoch_has_no_hits() -> None:
+    with open_cache() as cache:
+        store(cache, "abcd")
+        base = cache.namespace
+        for other in (namespace(weights="other"), base.with_epoch(5)):
+            assert Cache(cache.client, other).lookup(tokens("abcd")).tokens == 0
+        assert Cache(cache.client, namespace()).lookup(tokens("abcd")).tokens == 4 * PAGE_TOKENS
+
+
+def test_first_token_leaves_the_pages_in_front_of_it_alone() -> None:
+    with open_cache() as cache:
+        store(cache, "abcdefgh")
+        prompt = cache.prompt(tokens("abcdefgh"))
+        view = PageView(8)
+        view.rows[0][:4] = 7
+        got = cache.retrieve(prompt, view, first_token=4 * PAGE_TOKENS)
+        assert got.tokens == 8 * PAGE_TOKENS
+        assert (view.rows[0][:4] == 7).all()
+        assert view.wrong(prompt.keys, 8, first=4) == 0
+
+
+def test_max_tokens_bounds_a_retrieve() -> None:
+    with open_cache() as cache:
+        store(cache, "abcdefgh")
+        assert retrieve(cache, "abcdefgh", max_tokens=6 * PAGE_TOKENS + 3) == 6
+        assert retrieve(cache, "abcdefgh", max_tokens=0) == 0
+
+
+def test_only_what_is_missing_is_copied() -> None:
+    with open_cache() as cache:
+        store(cache, "abcd")
+        prompt = cache.prompt(tokens("abcdefgh"))
+        view = PageView.of(prompt.keys)
+        result = cache.store(prompt, view)
+        assert (result.stored, result.present, result.dropped) == (4 * PAGE_TOKENS, 4 * PAGE_TOKENS, 0)
+        assert view.gathered == [(0, 4, 4)]
+
+
+def test_placement_and_source_name_tiers() -> None:
+    with open_cache(memory(), memory()) as cache:
+        prompt = cache.prompt(tokens("abcd"))
+        assert cache.store(prompt, PageView.of(prompt.keys), placement=["t1"]).wait(10)
+        assert cache.contains(prompt) == {"cpu": 4 * PAGE_TOKENS, "t0": 0, "t1": 4 * PAGE_TOKENS}
+        cache.clear(["cpu"])
+        assert cache.lookup(prompt, source=["t0"]).tokens == 0
+        assert retrieve(cache, "abcd", source=["t0", "cpu"]) == 0
+        assert retrieve(cache, "abcd", source=["t1"]) == 4
+        with pytest.raises(ConfigError, match=r"no tier 'tape'.*cpu, t0, t1"):
+            cache.lookup(prompt, source=["tape"])
+
+
+def test_one_slot_fans_out_to_all_tiers() -> None:
+    first, second = memory(), memory()
+    with open_cache(first, second) as cache:
+        assert store(cache, "abcdef")
+        assert cache.contains(tokens("abcdef")) == dict.fromkeys(["cpu", "t0", "t1"], 6 * PAGE_TOKENS)
+        assert first.usage() == second.usage()
+        assert first.usage().chunks == 2
+
+
+def test_prefetch_brings_chunks_to_memory_and_to_other_tiers() -> None:
+    with open_cache(memory(), memory()) as cache:
+        prompt = cache.prompt(tokens("abcdef"))
+        assert cache.store(prompt, PageView.of(prompt.keys), placement=["t0"]).wait(10)
+        cache.clear(["cpu"])
+        assert cache.prefetch(prompt, timeout=10) == 6 * PAGE_TOKENS
+        assert cache.contains(prompt) == {"cpu": 6 * PAGE_TOKENS, "t0": 6 * PAGE_TOKENS, "t1": 0}
+        cache.clear(["cpu"])
+        assert cache.prefetch(prompt, source=["t0"], destination="t1", timeout=10) == 6 * PAGE_TOKENS
+        assert cache.contains(prompt)["t1"] == 6 * PAGE_TOKENS
+        cache.clear(["cpu", "t0"])
+        assert retrieve(cache, "abcdef") == 6
+        at_rest(cache)
+
+
+def test_pinned_prompts_stay_until_unpinned() -> None:
+    with open_cache(slots=2) as cache:
+        store(cache, "abcd")
+        assert cache.pin(tokens("abcd")) == 4 * PAGE_TOKENS
+        assert cache.evict(tokens("abcd")) == 0
+        for text in ("efgh", "ijkl", "mnop"):
+            store(cache, text)
+        assert retrieve(cache, "abcd") == 4
+        assert cache.unpin(tokens("abcd")) == 4 * PAGE_TOKENS
+        assert cache.unpin(tokens("abcd")) == 0
+        for text in ("efgh", "ijkl", "mnop"):
+            store(cache, text)
+        assert retrieve(cache, "abcd") == 0
+        at_rest(cache)
+
+
+def test_evict_takes_one_prompt_and_clear_takes_all() -> None:
+    with open_cache(memory()) as cache:
+        store(cache, "abcd")
+        store(cache, "efgh")
+        assert cache.evict(tokens("abcd"), ["cpu"]) == 1
+        assert cache.contains(tokens("abcd")) == {"cpu": 0, "t0": 4 * PAGE_TOKENS}
+        assert cache.evict(tokens("abcd")) == 1
+        assert cache.lookup(tokens("abcd")).tokens == 0
+        assert cache.clear() == 1
+        assert cache.flush(10)
+        stats = cache.stats()
+        assert (stats.pool_used, stats.tiers[0].used, stats.tiers[0].chunks) == (0, 0, 0)
+
+
+def test_clear_leaves_other_models_alone() -> None:
+    with open_cache() as cache:
+        other = Cache(cache.client, namespace(weights="other"))
+        store(cache, "abcd")
+        store(other, "abcd")
+        assert other.clear() == 1
+        assert (retrieve(cache, "abcd"), retrieve(other, "abcd")) == (4, 0)
+
+
+def test_a_view_that_is_too_small_is_an_error_and_leaves_nothing_behind() -> None:
+    with open_cache() as cache:
+        prompt = cache.prompt(tokens("abcdefgh"))
+        with pytest.raises(LayoutError):
+            cache.store(prompt, PageView.of(prompt.keys[:5]))
+        assert retrieve(cache, "abcdefgh") == 4, "what was copied before the error is kept"
+        store(cache, "abcdefgh")
+        with pytest.raises(LayoutError):
+            cache.retrieve(prompt, PageView(6))
+        at_rest(cache)
+
+
+def test_a_prompt_of_another_page_size_is_refused() -> None:
+    with open_cache() as cache:
+        other = Cache(cache.client, Namespace.from_manifest(namespace(page_tokens=32).manifest()))
+        with pytest.raises(LayoutError, match="pages of 32 tokens"):
+            cache.lookup(other.prompt(tokens("ab")))
+
+
+def test_one_namespace_with_two_geometries_is_refused() -> None:
+    with open_cache() as cache:
+        client = cache.client
+        assert isinstance(client, DirectClient)
+        client.node.config = type(client.node.config)(chunk_tokens=128, page_tokens=PAGE_TOKENS)
+        with pytest.raises(LayoutError, match="same chunk_tokens"):
+            Cache(client, namespace())
+
+
+def test_a_closed_cache_says_so() -> None:
+    cache = open_cache()
+    cache.close()
+    cache.close()
+    prompt = cache.prompt(tokens("abcd"))
+    for call in (
+        lambda: cache.lookup(prompt),
+        lambda: cache.store(prompt, PageView.of(prompt.keys)),
+        lambda: cache.retrieve(prompt, PageView(4)),
+        cache.clear,
+        cache.stats,
+    ):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_hybrid_models_restore_what_every_group_holds() -> None:
+    with open_cache(kinds="fws", slots=40) as cache:
+        prompt = cache.prompt(tokens("abcdefghij"))
+        result = cache.store(prompt, PageView.of(prompt.keys, 3), turns=[6 * PAGE_TOKENS])
+        assert result.dropped == 0
+        view = PageView(10, 3)
+        assert cache.retrieve(prompt, view).tokens == 10 * PAGE_TOKENS
+        assert view.wrong(prompt.keys, 10) == 0
+        assert view.wrong(prompt.keys, 10, group=1, first=8) == 0
+        assert view.wrong(prompt.keys, 10, group=2, first=9) == 0
+        fork = cache.prompt(tokens("abcdefxyz"))
+        view = PageView(9, 3)
+        assert cache.retrieve(fork, view).tokens == 6 * PAGE_TOKENS, "the turn's end, where all groups were kept"
+        assert view.wrong(fork.keys, 6) == 0
+        assert view.wrong(fork.keys, 6, group=1, first=4) == 0
+        assert view.wrong(fork.keys, 6, group=2, first=5) == 0
+        assert cache.lookup(tokens("abcdexyz")).tokens == 0, "no snapshot lies in the first five pages"
+        at_rest(cache)
+
+
+async def test_the_async_form_does_the_same() -> None:
+    blocking = await asyncio.to_thread(open_cache, memory())
+    cache = AsyncCache(blocking.client, blocking.namespace)
+    prompt = cache.prompt(tokens("abcdefg"))
+    result = await cache.store(prompt, PageView.of(prompt.keys))
+    assert (result.stored, await result.written()) == (7 * PAGE_TOKENS, True)
+    assert cache.clear(["cpu"]) == 2
+    assert (await cache.lookup(prompt)).tiers == {"t0": 7 * PAGE_TOKENS}
+    view = PageView(7)
+    got = await cache.retrieve(prompt, view, wait=10)
+    assert (got.tokens, view.wrong(prompt.keys, 7)) == (7 * PAGE_TOKENS, 0)
+    cache.clear(["cpu"])
+    assert await cache.prefetch(prompt) == 7 * PAGE_TOKENS
+    assert cache.contains(prompt) == {"cpu": 7 * PAGE_TOKENS, "t0": 7 * PAGE_TOKENS}
+    assert await cache.flush()
+    await cache.close()
+    with pytest.raises(ClosedError):
+        await cache.lookup(prompt)
+
+
+async def test_the_async_form_opens_from_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "tiers.yaml"
+    path.write_text("page_tokens: 16\nchunk_tokens: 64\ncpu: {capacity: 1MiB}\nsalt: tenant\n")
+    async with await AsyncCache.open(path, namespace()) as cache:
+        prompt = cache.prompt(tokens("abcd"))
+        assert (await cache.store(prompt, PageView.of(prompt.keys))).stored == 4 * PAGE_TOKENS
+        assert (await cache.lookup(prompt)).tokens == 4 * PAGE_TOKENS
+        assert (await cache.lookup(Cache(cache.client, cache.namespace).prompt(tokens("abcd")))).tokens == 0

@@ -1,0 +1,406 @@
+"""Tiers at work: deadlines, quarantine, the breaker, order, recovery, hostile backends. The engine is never failed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lmcache_backends.cpu import CpuBackend, CpuOptions
+from lmcache_core.config import BreakerConfig
+from lmcache_core.errors import BackendError, ConfigError
+from lmcache_core.namespace import Namespace
+from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
+from lmcache_core.wrappers import Corrupting, Faulty, Slow
+from tests.node.kv import (
+    CHUNK_FRAME,
+    PAGE_TOKENS,
+    PageView,
+    at_rest,
+    open_cache,
+    retrieve,
+    store,
+    tokens,
+    until,
+)
+from tests.node.shelf import Shelf
+
+QUICK = BreakerConfig(failures=2, cooldown=0.01, max_cooldown=0.05)
+
+
+def counted(cache: Any, name: str, label: str) -> float:
+    return float(cache.stats().counts.get(name, {}).get(label, 0))
+
+
+def test_a_restart_finds_what_was_stored_in_order_of_use() -> None:
+    shelf = Shelf()
+    with open_cache(shelf) as cache:
+        for text in ("abcd", "efgh", "ijkl"):
+            store(cache, text)
+        assert retrieve(cache, "abcd") == 4
+    assert [stored.pages[-1] for stored, _ in shelf.values.values()][-1] == cache.prompt(tokens("abcd")).keys[-1]
+    with open_cache(shelf, slots=1, tiers=[{"capacity": 2 * CHUNK_FRAME}]) as cache:
+        until(lambda: len(shelf.values) == 2)
+        assert [retrieve(cache, text) for text in ("abcd", "efgh", "ijkl")] == [4, 0, 4]
+        assert cache.lookup(tokens("abcd")).tokens == 4 * PAGE_TOKENS
+        at_rest(cache)
+
+
+def test_a_tier_learns_what_its_chunks_are_of() -> None:
+    shelf = Shelf()
+    with open_cache(shelf) as cache:
+        store(cache, "abcd")
+        assert cache.flush(10)
+        space = cache.namespace.space(0)
+        assert Namespace.from_manifest(shelf.manifest[space]) == cache.namespace
+
+
+def test_a_slow_tier_costs_its_deadline_and_its_bytes_land_nowhere_else() -> None:
+    """A load past its deadline is a miss; its slot is nobody else's until the read has ended, however late."""
+    shelf = Shelf()
+    slow = Slow(shelf)
+    with open_cache(slow, slots=1, tiers=[{"read_timeout": 0.05}]) as cache:
+        store(cache, "abcd")
+        cache.clear(["cpu"])
+        slow.hang("read")
+        assert retrieve(cache, "abcd") == 0
+        assert cache.stats().tiers[0].quarantined == CHUNK_FRAME
+        assert counted(cache, "late_reads", "t0") == 1
+        prompt = cache.prompt(tokens("efgh"))
+        assert cache.store(prompt, PageView.of(prompt.keys)).dropped == 4 * PAGE_TOKENS
+        assert cache.lookup(tokens("abcd")).tokens == 0
+        slow.release()
+        until(lambda: cache.stats().tiers[0].quarantined == 0)
+        assert retrieve(cache, "abcd") == 4
+        at_rest(cache)
+
+
+def test_quarantine_is_capped_then_the_tier_counts_as_down() -> None:
+    shelf = Shelf()
+    slow = Slow(shelf)
+    rules = {
+        "read_timeout": 0.02,
+        "quarantine": 2 * CHUNK_FRAME,
+        "breaker": BreakerConfig(failures=1000, cooldown=0.01, max_cooldown=0.01),
+    }
+    with open_cache(slow, tiers=[rules]) as cache:
+        texts = ["abcd", "efgh", "ijkl", "mnop"]
+        for text in texts:
+            store(cache, text)
+        cache.clear(["cpu"])
+        slow.hang("read")
+        assert [retrieve(cache, text) for text in texts[:3]] == [0, 0, 0]
+        assert not cache.stats().tiers[0].up
+        assert cache.lookup(tokens("mnop")).tokens == 0
+        slow.release()
+        until(lambda: cache.stats().tiers[0].up)
+        assert [retrieve(cache, text) for text in texts] == [4, 4, 4, 4]
+        at_rest(cache)
+
+
+def test_an_abortable_read_is_cancelled_at_its_deadline() -> None:
+    slow = Slow(CpuBackend(CpuOptions()))
+    with open_cache(slow, slots=1, tiers=[{"read_timeout": 0.05}]) as cache:
+        store(cache, "abcd")
+        cache.clear(["cpu"])
+        slow.hang("read")
+        assert retrieve(cache, "abcd") == 0
+        until(lambda: slow.hanging == 0)
+        until(lambda: cache.stats().tiers[0].quarantined == 0)
+        assert cache.stats().slots == 0
+
+
+def test_the_breaker_opens_calls_return_at_once_and_a_probe_recovers() -> None:
+    """A dead tier costs the requests that found out; then nobody pays, and it comes back by itself with its hits."""
+    shelf = Shelf()
+    with open_cache(shelf, tiers=[{"breaker": QUICK}]) as cache:
+        store(cache, "abcd")
+        store(cache, "efgh")
+        cache.clear(["cpu"])
+        shelf.broken = True
+        assert [retrieve(cache, "abcd"), retrieve(cache, "efgh")] == [0, 0]
+        until(lambda: not cache.stats().tiers[0].up)
+        before = len([1 for verb, _ in shelf.calls if verb == "read"])
+        for _ in range(20):
+            assert retrieve(cache, "abcd") == 0
+        assert len([1 for verb, _ in shelf.calls if verb == "read"]) == before
+        assert counted(cache, "opened_breakers", "t0") == 1
+        prompt = cache.prompt(tokens("ijkl"))
+        assert cache.store(prompt, PageView.of(prompt.keys)).wait(10) is False
+        assert retrieve(cache, "ijkl") == 4, "host memory serves on"
+        shelf.broken = False
+        until(lambda: cache.stats().tiers[0].up)
+        assert retrieve(cache, "abcd") == 4
+        assert retrieve(cache, "efgh") == 4
+        assert store(cache, "ijkl"), "what the tier missed is written when it is stored again"
+        at_rest(cache)
+
+
+def test_a_tier_that_is_down_at_start_is_used_when_it_comes_up() -> None:
+    shelf = Shelf()
+    with open_cache(shelf) as cache:
+        store(cache, "abcd")
+    shelf.broken = True
+    with open_cache(shelf, tiers=[{"breaker": QUICK}]) as cache:
+        assert not cache.stats().tiers[0].up
+        assert retrieve(cache, "abcd") == 0
+        shelf.broken = False
+        until(lambda: cache.stats().tiers[0].up)
+        assert retrieve(cache, "abcd") == 4
+
+
+def test_options_that_cannot_work_end_the_start_and_leave_no_thread() -> None:
+    class Hopeless(Shelf):
+        async def open(self) -> None:
+            raise ConfigError("tiers[0].path: /proc is not a place for chunks; name a directory")
+
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="not a place for chunks"):
+        open_cache(Hopeless())
+    assert {thread.name for thread in set(threading.enumerate()) - before} == set()
+
+
+def test_damage_below_the_frame_is_a_miss_counted_and_deleted() -> None:
+    shelf = Shelf()
+    lying = Corrupting(shelf, ["flip"], probability=1.0)
+    with open_cache(lying) as cache:
+        store(cache, "abcd")
+        cache.clear(["cpu"])
+        assert retrieve(cache, "abcd") == 0
+        assert cache.flush(10)
+        assert counted(cache, "corrupt_chunks", "t0") == 1
+        assert shelf.values == {}
+        lying.active = False
+        store(cache, "abcd")
+        cache.clear(["cpu"])
+        assert retrieve(cache, "abcd") == 4
+        at_rest(cache)
+
+
+def test_a_chunk_that_vanished_below_us_is_a_miss_once() -> None:
+    shelf = Shelf()
+    with open_cache(shelf) as cache:
+        store(cache, "abcdefgh")
+        cache.clear(["cpu"])
+        last = cache.prompt(tokens("abcdefgh")).keys[-1]
+        del shelf.values[ChunkKey(cache.namespace.space(0), last)]
+        assert retrieve(cache, "abcdefgh") == 4
+        assert cache.lookup(tokens("abcdefgh")).tokens == 4 * PAGE_TOKENS
+        assert counted(cache, "vanished_chunks", "t0") == 1
+        at_rest(cache)
+
+
+class Hostile(Shelf):
+    """A plugin that keeps no contract."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.hostile = False
+
+    async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
+        if not self.hostile:
+            return await super().read(keys, into)
+        if self.how == "raises":
+            raise ZeroDivisionError("oops")
+        if self.how == "too few":
+            return []
+        if self.how == "nonsense":
+            return ["yes" for _ in keys]  # type: ignore[misc]
+        return [ReadResult.HIT for _ in keys]  # without having read anything
+
+    async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
+        if not self.hostile:
+            return await super().write(chunks)
+        if self.how == "raises":
+            raise KeyError("oops")
+        if self.how == "nonsense":
+            return [None for _ in chunks]  # type: ignore[misc]
+        return [] if self.how == "too few" else [WriteResult.FULL for _ in chunks]
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        if self.hostile and self.how == "raises":
+            raise RuntimeError("oops")
+        await super().delete(keys)
+
+
+@pytest.mark.parametrize("how", ["raises", "too few", "nonsense", "lies"])
+def test_a_hostile_backend_costs_only_misses(how: str) -> None:
+    backend = Hostile(how)
+    with open_cache(backend, tiers=[{"breaker": QUICK}]) as cache:
+        store(cache, "abcd")
+        cache.clear(["cpu"])
+        backend.hostile = True
+        assert retrieve(cache, "abcd") == 0
+        prompt = cache.prompt(tokens("efgh"))
+        assert cache.store(prompt, PageView.of(prompt.keys)).wait(10) is False
+        assert retrieve(cache, "efgh") == 4
+        backend.hostile = False
+        until(lambda: cache.stats().tiers[0].up)
+        assert store(cache, "efgh") or store(cache, "efgh")
+        at_rest(cache)
+
+
+def test_an_error_of_any_verb_leaves_the_next_call_working() -> None:
+    shelf = Shelf()
+    for verb in ("read", "write", "delete", "touch"):
+        faulty = Faulty(shelf, {verb: lambda _, call: call == 1}, error=OSError)
+        with open_cache(faulty, tiers=[{"breaker": BreakerConfig(failures=100)}]) as cache:
+            for _ in range(3):
+                store(cache, "abcd")
+                cache.clear(["cpu"])
+                retrieve(cache, "abcd")
+                cache.clear()
+                assert cache.flush(10)
+            store(cache, "abcd")
+            cache.clear(["cpu"])
+            assert retrieve(cache, "abcd") == 4
+            at_rest(cache)
+
+
+def test_a_delete_that_failed_is_made_up_for() -> None:
+    shelf = Shelf()
+    faulty = Faulty(shelf, {"delete": lambda _, call: call == 1}, error=BackendError)
+    with open_cache(faulty) as cache:
+        store(cache, "abcd")
+        cache.clear()
+        assert cache.flush(10)
+        assert len(shelf.values) == 1
+        store(cache, "efgh")
+        assert cache.flush(10)
+        assert [stored.pages[-1] for stored, _ in shelf.values.values()] == [cache.prompt(tokens("efgh")).keys[-1]]
+
+
+def test_store_clear_store_of_one_prompt_ends_stored() -> None:
+    """Operations on one key keep their order although several run at once."""
+    shelf = Shelf()
+    slow = Slow(shelf, delay=0.002, jitter=1.0, seed=3)
+    with open_cache(slow, slots=100) as cache:
+        for _ in range(20):
+            store(cache, "abcd")
+            cache.clear()
+        prompt = cache.prompt(tokens("abcd"))
+        for _ in range(10):
+            cache.store(prompt, PageView.of(prompt.keys))
+            cache.clear()
+            result = cache.store(prompt, PageView.of(prompt.keys))
+        assert result.wait(10)
+        cache.clear(["cpu"])
+        assert retrieve(cache, "abcd") == 4
+        at_rest(cache)
+
+
+def test_a_write_past_its_deadline_is_reported_and_holds_its_slot() -> None:
+    shelf = Shelf()
+    slow = Slow(shelf)
+    with open_cache(slow, slots=1, tiers=[{"write_timeout": 0.05}]) as cache:
+        slow.hang("write")
+        prompt = cache.prompt(tokens("abcd"))
+        assert cache.store(prompt, PageView.of(prompt.keys)).wait(10) is False
+        assert counted(cache, "late_writes", "t0") == 1
+        other = cache.prompt(tokens("efgh"))
+        assert cache.store(other, PageView.of(other.keys)).dropped == 4 * PAGE_TOKENS
+        slow.release()
+        assert cache.flush(10)
+        assert cache.contains(prompt)["t0"] == 4 * PAGE_TOKENS
+        at_rest(cache)
+
+
+def test_a_slow_tier_queues_no_more_than_half_the_pool() -> None:
+    shelf = Shelf()
+    slow = Slow(shelf)
+    with open_cache(slow, slots=8) as cache:
+        slow.hang("write")
+        for text in ("abcd", "efgh", "ijkl", "mnop", "qrst", "uvwx"):
+            prompt = cache.prompt(tokens(text))
+            assert cache.store(prompt, PageView.of(prompt.keys)).stored == 4 * PAGE_TOKENS
+        assert counted(cache, "dropped_chunks", "queue_full") == 2
+        slow.release()
+        assert cache.flush(10)
+        assert len(shelf.values) == 4
+        at_rest(cache)
+
+
+def test_closing_writes_what_is_queued() -> None:
+    shelf = Shelf()
+    slow = Slow(shelf, delay=0.005)
+    with open_cache(slow) as cache:
+        for text in ("abcd", "efgh", "ijkl"):
+            prompt = cache.prompt(tokens(text))
+            cache.store(prompt, PageView.of(prompt.keys))
+    assert len(shelf.values) == 3
+    assert shelf.calls[-1] == ("close", 1)
+
+
+def test_small_chunks_share_calls() -> None:
+    shelf = Shelf()
+    slow = Slow(shelf)
+    with open_cache(slow, slots=20, tiers=[{"concurrency": 1}]) as cache:
+        slow.hang("write")
+        first = cache.prompt(tokens("zzzz"))
+        cache.store(first, PageView.of(first.keys))
+        assert slow.wait_until_hanging()
+        prompt = cache.prompt(tokens("abcdefghijklmnop"))
+        result = cache.store(prompt, PageView.of(prompt.keys))
+        slow.release()
+        assert result.wait(10)
+        assert [count for verb, count in shelf.calls if verb == "write"] == [1, 4]
+
+
+def test_a_tier_that_cannot_be_listed_is_asked() -> None:
+    """Another process wrote; a lookup answers at once and says that the answer is pending."""
+    shared = CpuBackend(CpuOptions())
+    with open_cache(shared) as writer:
+        store(writer, "abcdefghij")
+        node = writer.client.node  # type: ignore[attr-defined]
+        reader = open_cache(_Share(shared))
+        assert reader.lookup(tokens("abcdefghijkl")).pending
+        until(lambda: not reader.lookup(tokens("abcdefghijkl")).pending)
+        found = reader.lookup(tokens("abcdefghijkl"))
+        assert (found.tokens, found.tiers) == (10 * PAGE_TOKENS, {"t0": 10 * PAGE_TOKENS})
+        assert retrieve(reader, "abcdefghijkl") == 10
+        until(lambda: not reader.lookup(tokens("xyz")).pending)
+        assert reader.lookup(tokens("xyz")).tokens == 0
+        at_rest(reader)
+        reader.close()
+        assert node.config.tiers[0].name == "t0"
+
+
+class _Share:
+    """The same store as another backend's, through a door of its own."""
+
+    def __init__(self, inner: CpuBackend) -> None:
+        self.inner = inner
+        self.read = inner.read
+        self.write = inner.write
+        self.contains = inner.contains
+        self.delete = inner.delete
+
+    async def open(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def test_threads_at_once_share_reads_and_writes() -> None:
+    shelf = Shelf()
+    slow = Slow(shelf)
+    with open_cache(slow) as cache:
+        store(cache, "abcd")
+        cache.clear(["cpu"])
+        slow.hang("read")
+        got: list[int] = []
+        threads = [threading.Thread(target=lambda: got.append(retrieve(cache, "abcd"))) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        assert slow.wait_until_hanging()
+        until(lambda: cache.stats().leases == 6)
+        slow.release()
+        for thread in threads:
+            thread.join()
+        assert got == [4] * 6
+        assert [count for verb, count in shelf.calls if verb == "read"] == [1]
+        at_rest(cache)
