@@ -1,0 +1,91 @@
+"""The command `lmcache-core`.
+
+A command is a module of this package with `add_arguments(parser)`, which also says what to run: `parser.set_defaults(
+run=...)`, a function of the parsed arguments that returns the exit code. Only the module of the command that was asked
+for is imported, so `lmcache-core version` costs no more than it says.
+
+Exit codes: 0 all is well, 1 a problem was found, 2 the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from lmcache_core import __version__
+from lmcache_core.cli.output import accept_any_text, print_error
+from lmcache_core.errors import LMCacheError
+
+__all__ = ["COMMANDS", "main", "make_parser"]
+
+COMMANDS = {
+    "demo": "Show with a small model on this machine's CPU what reusing a prefix saves.",
+    "bench": "Measure memory and the configured tiers on this machine, as ratios of what it can do.",
+    "config": "Check, explain, describe or convert a configuration.",
+    "backends": "List the installed storage backends with their options.",
+    "inspect": "Say what lies below the path of a disk tier; changes nothing, also while it is in use.",
+    "clear": "Delete what is stored on a disk tier, or on all tiers of a configuration.",
+    "version": "Print the version.",
+}
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def make_parser(*names: str) -> argparse.ArgumentParser:
+    """The parser of the whole command line, with the arguments of the commands `names` only."""
+    parser = argparse.ArgumentParser(
+        prog="lmcache-core", description="A KV-cache layer for LLM inference engines.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"lmcache-core {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        if name in names:
+            importlib.import_module(f"{__name__}.{name}").add_arguments(command)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; `argv` is what follows the program's name. Returns the exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    accept_any_text(sys.stdout, sys.stderr)
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+    except LMCacheError as error:
+        print_error(str(error))
+        return 1
+    except BrokenPipeError:
+        _abandon_output()
+        return BROKEN_PIPE
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print_error(f"{where}{error.strerror or error}")
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
+
+
+def _run(words: list[str]) -> int:
+    try:
+        arguments = make_parser(*words[:1]).parse_args(words)
+        code: int = arguments.run(arguments)
+    except SystemExit as end:  # argparse has said why
+        return end.code if isinstance(end.code, int) else 2
+    return code
+
+
+def _abandon_output() -> None:
+    """Let Python's own flush at exit go nowhere: the reader has left."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, sys.stdout.fileno())
+    except OSError:
+        pass  # not a file of the system
+    finally:
+        os.close(nowhere)

@@ -1,0 +1,184 @@
+"""`lmcache-core clear`: deletes through the backend itself, and only what nobody uses."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from lmcache_core.cli.disk_cache import Inspected, Shard, Space, can_be_inspected, look, namespaces, the_one_named
+from lmcache_core.cli.output import add_json_option, print_json, print_note, visible
+from lmcache_core.config import load_config
+from lmcache_core.errors import LMCacheError
+from lmcache_core.plugins import load_backend
+from lmcache_core.protocols import Scannable, StorageBackend
+from lmcache_core.units import format_size
+
+_BATCH = 256
+_BOUNDLESS = 1 << 50
+
+
+class _Target(NamedTuple):
+    """One tier, or the path of one."""
+
+    name: str
+    backend: str
+    options: Any
+    paths: list[Path]
+    read_only: bool = False
+
+
+class _Outcome(NamedTuple):
+    """What became of a tier."""
+
+    tier: str
+    chunks: int
+    nbytes: int
+    problem: str | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See the package."""
+    parser.add_argument("path", metavar="PATH", nargs="?", help="the `path` of a disk tier")
+    parser.add_argument("--config", metavar="FILE", help="clear every tier of this configuration instead")
+    parser.add_argument(
+        "--namespace",
+        metavar="HEX",
+        help="only chunks of this namespace: the first digits of what `lmcache-core inspect` prints",
+    )
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    add_json_option(parser)
+    parser.set_defaults(run=run, usage_error=parser.error)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Delete chunks. The exit code is 1 if a tier could not be cleared, or if the answer was no."""
+    if (arguments.path is None) == (arguments.config is None):
+        arguments.usage_error("name either PATH or --config FILE")
+    if not arguments.yes and not sys.stdin.isatty():
+        arguments.usage_error("nobody can be asked here; add --yes")
+    targets = [_path(arguments.path)] if arguments.config is None else _tiers(arguments.config)
+    seen = {target.name: [look(path) for path in target.paths if path.is_dir()] for target in targets}
+    for target in targets:
+        _refuse_if_in_use(target, seen[target.name])
+    wanted = None
+    if arguments.namespace is not None:
+        wanted = _namespace(arguments.namespace, [each for found in seen.values() for each in found])
+    if not arguments.yes and not _confirmed(targets, seen, wanted):
+        return 1
+    outcomes = [_clear(target, seen[target.name], wanted) for target in targets]
+    _tell(outcomes, as_json=arguments.json)
+    return 1 if any(outcome.problem for outcome in outcomes) else 0
+
+
+def _path(text: str) -> _Target:
+    path = Path(text).absolute()
+    if not path.is_dir():
+        raise LMCacheError(f"{path} is no directory; name the `path` of a disk tier")
+    options = msgspec.convert(
+        {"path": str(path), "capacity": _BOUNDLESS, "min_free": 0}, load_backend("disk").options_type
+    )
+    return _Target(str(path), "disk", options, [path])
+
+
+def _tiers(file: str) -> list[_Target]:
+    targets = []
+    for tier in load_config(Path(file)).config.tiers:
+        paths = [Path(path) for path in tier.options.paths()] if can_be_inspected(tier.backend) else []
+        targets.append(_Target(tier.name, tier.backend, tier.options, paths, tier.write == "never"))
+    return targets
+
+
+def _refuse_if_in_use(target: _Target, found: Sequence[Inspected]) -> None:
+    """
+    Raises:
+        LMCacheError: A process has the tier open.
+    """
+    for inspected in found:
+        for shard in inspected.shards:
+            if shard.locked:
+                raise _in_use(target.name, shard)
+
+
+def _in_use(name: str, shard: Shard) -> LMCacheError:
+    process = shard.owner.partition("-")[0] or "unknown"
+    return LMCacheError(
+        f"{name} is in use by process {process} (shard {shard.name}); stop that process, or clear the cache from it"
+    )
+
+
+def _namespace(prefix: str, found: Sequence[Inspected]) -> Space:
+    stored = namespaces(found)
+    space = the_one_named(prefix, stored)
+    if space is None:
+        names = ", ".join(each.id[:16] for each in stored) or "none"
+        raise LMCacheError(f"there is no namespace {prefix!r}; stored are: {names}")
+    return space
+
+
+def _confirmed(targets: Sequence[_Target], seen: dict[str, list[Inspected]], wanted: Space | None) -> bool:
+    for target in targets:
+        stored = namespaces(seen[target.name]) if wanted is None else [wanted]
+        chunks, nbytes = sum(each.chunks for each in stored), sum(each.nbytes for each in stored)
+        known = f": {chunks} chunks, {format_size(nbytes)}" if target.paths else ""
+        print_note(f"{target.name}{known}")
+    print("Delete them? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _clear(target: _Target, found: Sequence[Inspected], wanted: Space | None) -> _Outcome:
+    if target.read_only:
+        return _Outcome(target.name, 0, 0, "it is only read (write: never); clear it where it is written")
+    if target.paths and not any(inspected.shards for inspected in found):
+        return _Outcome(target.name, 0, 0, None)  # opening it would make it
+    backend = load_backend(target.backend).create(target.options)
+    if not isinstance(backend, Scannable):
+        return _Outcome(target.name, 0, 0, f"backend {target.backend} cannot list what it holds; clear it there")
+    digests = None if wanted is None else frozenset(wanted.digests)
+    try:
+        chunks, nbytes = asyncio.run(_delete(target, backend, digests))
+    except LMCacheError as error:
+        return _Outcome(target.name, 0, 0, str(error))
+    return _Outcome(target.name, chunks, nbytes, None)
+
+
+async def _delete(target: _Target, backend: StorageBackend, digests: frozenset[bytes] | None) -> tuple[int, int]:
+    assert isinstance(backend, Scannable)
+    await backend.open()
+    try:
+        await asyncio.to_thread(_check_owner, target)
+        stored = [
+            each async for batch in backend.scan() for each in batch if digests is None or each.key.space in digests
+        ]
+        for start in range(0, len(stored), _BATCH):
+            await backend.delete([each.key for each in stored[start : start + _BATCH]])
+        return len(stored), sum(each.nbytes for each in stored)
+    finally:
+        await backend.close()
+
+
+def _check_owner(target: _Target) -> None:
+    """Opening has taken every shard that was free; one that is another's has an owner who came just now, or whom this
+    system does not show."""
+    for path in target.paths:
+        for shard in look(path).shards:
+            if not shard.owner.startswith(f"{os.getpid()}-"):
+                raise _in_use(target.name, shard)
+
+
+def _tell(outcomes: Sequence[_Outcome], *, as_json: bool) -> None:
+    if as_json:
+        chunks, nbytes = sum(each.chunks for each in outcomes), sum(each.nbytes for each in outcomes)
+        print_json({"chunks": chunks, "nbytes": nbytes, "tiers": [each._asdict() for each in outcomes]})
+        return
+    for each in outcomes:
+        if each.problem is None:
+            print(visible(f"{each.tier}: {each.chunks} chunks deleted, {format_size(each.nbytes)}"))
+        else:
+            print_note(f"{each.tier}: not cleared: {each.problem}")

@@ -1,0 +1,254 @@
+"""`lmcache-core inspect`"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+from lmcache_core.cli.disk_cache import Entry, Inspected, Shard, Space, look, namespaces
+from lmcache_core.cli.output import (
+    Column,
+    add_json_option,
+    age,
+    byte_progress,
+    print_json,
+    print_note,
+    print_table,
+    visible,
+)
+from lmcache_core.cli.verification import Damage, verify_entries
+from lmcache_core.units import format_size
+
+LIVE = {True: "in use", False: "left", None: "unknown"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See the package."""
+    parser.add_argument("path", metavar="PATH", help="the `path` of a disk tier")
+    parser.add_argument(
+        "--verify", action="store_true", help="read every chunk and check its checksums; exit code 1 if one is damaged"
+    )
+    parser.add_argument("--chunks", action="store_true", help="list every chunk")
+    add_json_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Say what lies below a path."""
+    path = Path(arguments.path)
+    inspected = look(path)
+    damage = _verify(path, inspected) if arguments.verify else None
+    if arguments.json:
+        print_json(_plain(arguments.path, inspected, damage, chunks=arguments.chunks))
+    else:
+        _print(path, inspected, damage, chunks=arguments.chunks)
+    logs_damaged = arguments.verify and any(shard.damaged for shard in inspected.shards)
+    return 1 if damage or logs_damaged else 0
+
+
+def _verify(path: Path, inspected: Inspected) -> list[Damage]:
+    with byte_progress() as bar:
+        task = bar.add_task("verifying", total=_nbytes(inspected.entries()))
+        return verify_entries(path, inspected.entries(), lambda nbytes: bar.advance(task, nbytes))
+
+
+def _nbytes(entries: Iterable[Entry]) -> int:
+    return sum(entry.stored.nbytes for entry in entries)
+
+
+# For people
+
+
+def _print(path: Path, inspected: Inspected, damage: list[Damage] | None, *, chunks: bool) -> None:
+    if not inspected.shards:
+        print_note(
+            f"{path}: no cache of this user; name the `path` of a disk tier, and be the user that its engine runs as"
+        )
+        return
+    _print_shards(inspected)
+    print()
+    _print_namespaces(inspected)
+    if chunks:
+        print()
+        _print_chunks(inspected)
+    if damage is not None:
+        print()
+        _print_damage(inspected, damage)
+
+
+def _print_shards(inspected: Inspected) -> None:
+    columns = [
+        Column("shard"),
+        Column("owner"),
+        Column("state"),
+        Column("chunks", right=True),
+        Column("stored", right=True),
+        Column("on disk", right=True),
+        Column("last use", right=True),
+        Column("log damage", right=True),
+    ]
+    rows = [
+        (
+            shard.name,
+            _process(shard) or "-",
+            LIVE[shard.locked],
+            str(len(shard.entries)),
+            format_size(_nbytes(shard.entries)),
+            format_size(shard.nbytes),
+            age(_last_use(shard)),
+            str(shard.damaged),
+        )
+        for shard in inspected.shards
+    ]
+    print_table(columns, rows)
+
+
+def _print_namespaces(inspected: Inspected) -> None:
+    columns = [
+        Column("namespace"),
+        Column("model"),
+        Column("dtype"),
+        Column("groups"),
+        Column("page", right=True),
+        Column("chunks", right=True),
+        Column("stored", right=True),
+        Column("last use", right=True),
+        Column("oldest", right=True),
+    ]
+    rows = [
+        (
+            space.id[:16],
+            _model(space) or "unknown",
+            _dtype(space) or "-",
+            " ".join(_kinds(space)) or "-",
+            "-" if space.namespace is None else str(space.namespace.page_tokens),
+            str(space.chunks),
+            format_size(space.nbytes),
+            age(space.used[1]),
+            age(space.used[0]),
+        )
+        for space in namespaces([inspected])
+    ]
+    print_table(columns, rows)
+
+
+def _print_chunks(inspected: Inspected) -> None:
+    columns = [
+        Column("space"),
+        Column("last page"),
+        Column("pages", right=True),
+        Column("stored", right=True),
+        Column("last use", right=True),
+        Column("offset", right=True),
+        Column("file"),
+    ]
+    rows = [
+        (
+            entry.stored.key.space.hex()[:16],
+            entry.stored.key.page.hex()[:16],
+            str(len(entry.stored.pages)),
+            format_size(entry.stored.nbytes),
+            age(entry.used),
+            str(entry.offset),
+            str(entry.file),
+        )
+        for entry in inspected.entries()
+    ]
+    print_table(columns, rows)
+
+
+def _print_damage(inspected: Inspected, damage: list[Damage]) -> None:
+    checked = sum(len(shard.entries) for shard in inspected.shards)
+    print(f"{checked} chunks checked, {len(damage)} damaged")
+    for entry, problem in damage:
+        print(visible(f"{entry.file} at {entry.offset}: chunk {entry.stored.key.page.hex()[:16]}: {problem}"))
+    if damage:
+        print("a damaged chunk is a miss and is deleted when it is asked for; look for errors of the drive in dmesg")
+
+
+def _process(shard: Shard) -> str:
+    """The process that an owner says it is."""
+    return shard.owner.partition("-")[0]
+
+
+def _last_use(shard: Shard) -> float | None:
+    return shard.entries[-1].used if shard.entries else None
+
+
+def _model(space: Space) -> str:
+    return "" if space.namespace is None else space.namespace.model_name
+
+
+def _dtype(space: Space) -> str:
+    return "" if space.namespace is None else ", ".join(dict.fromkeys(group.dtype for group in space.namespace.groups))
+
+
+def _kinds(space: Space) -> list[str]:
+    return [] if space.namespace is None else [group.kind.value for group in space.namespace.groups]
+
+
+# For programs
+
+
+def _plain(path: str, inspected: Inspected, damage: list[Damage] | None, *, chunks: bool) -> dict[str, object]:
+    return {
+        "path": path,
+        "chunks": sum(len(shard.entries) for shard in inspected.shards),
+        "nbytes": _nbytes(inspected.entries()),
+        "shards": [_plain_shard(shard) for shard in inspected.shards],
+        "namespaces": [_plain_space(space) for space in namespaces([inspected])],
+        "entries": [_plain_entry(entry) for entry in inspected.entries()] if chunks else None,
+        "verification": None if damage is None else _plain_verification(inspected, damage),
+    }
+
+
+def _plain_shard(shard: Shard) -> dict[str, object]:
+    return {
+        "name": shard.name,
+        "owner": shard.owner,
+        "in_use": shard.locked,
+        "chunks": len(shard.entries),
+        "nbytes": _nbytes(shard.entries),
+        "file_bytes": shard.nbytes,
+        "log_damage": shard.damaged,
+        "first_use": shard.entries[0].used if shard.entries else None,
+        "last_use": _last_use(shard),
+    }
+
+
+def _plain_space(space: Space) -> dict[str, object]:
+    namespace = space.namespace
+    return {
+        "id": space.id,
+        "encoding": None if namespace is None else namespace.encoding_digest.hex(),
+        "model": _model(space) or None,
+        "dtype": _dtype(space) or None,
+        "page_tokens": None if namespace is None else namespace.page_tokens,
+        "groups": _kinds(space),
+        "spaces": [digest.hex() for digest in space.digests],
+        "chunks": space.chunks,
+        "nbytes": space.nbytes,
+        "first_use": space.used[0],
+        "last_use": space.used[1],
+    }
+
+
+def _plain_entry(entry: Entry) -> dict[str, object]:
+    return {
+        "space": entry.stored.key.space.hex(),
+        "page": entry.stored.key.page.hex(),
+        "parent": entry.stored.parent.hex(),
+        "pages": len(entry.stored.pages),
+        "nbytes": entry.stored.nbytes,
+        "used": entry.used,
+        "file": str(entry.file),
+        "offset": entry.offset,
+    }
+
+
+def _plain_verification(inspected: Inspected, damage: list[Damage]) -> dict[str, object]:
+    return {
+        "checked": sum(len(shard.entries) for shard in inspected.shards),
+        "damaged": [{**_plain_entry(entry), "problem": problem} for entry, problem in damage],
+    }

@@ -1,0 +1,130 @@
+"""Printing: tables for people (boxes on terminals, plain columns elsewhere), JSON for programs, errors on one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+__all__ = [
+    "Column",
+    "accept_any_text",
+    "add_json_option",
+    "age",
+    "byte_progress",
+    "is_terminal",
+    "print_error",
+    "print_json",
+    "print_note",
+    "print_table",
+    "visible",
+]
+
+
+class Column(NamedTuple):
+    """One column of a table."""
+
+    header: str
+    right: bool = False
+    """Align to the right, as numbers are."""
+
+
+def add_json_option(parser: Any) -> None:
+    """Add `--json` to a parser."""
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+
+
+def accept_any_text(*streams: TextIO) -> None:
+    """Print what an encoding lacks as an escape instead of failing on it: paths may be of any bytes."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def visible(text: str) -> str:
+    """`text` on one line, with everything that a terminal would obey as an escape. What lies on a disk or stands in a
+    file is somebody else's text."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a person looks at it."""
+    return stream.isatty()
+
+
+def print_json(value: object) -> None:
+    """Print a value for programs."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_error(text: str) -> None:
+    """Say on standard error, in one line, what went wrong."""
+    print(f"lmcache-core: error: {visible('; '.join(text.splitlines()))}", file=sys.stderr)
+
+
+def print_note(text: str) -> None:
+    """Say something beside the result, on standard error."""
+    print(visible(text), file=sys.stderr)
+
+
+def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows for people; each cell is any text."""
+    cells = [[visible(cell) for cell in row] for row in rows]
+    if is_terminal(sys.stdout):
+        _print_boxed(columns, cells)
+        return
+    for line in _aligned(columns, [[column.header for column in columns], *cells]):
+        print(line)
+
+
+def _aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[number]) for row in rows) for number in range(len(columns))]
+    lines = []
+    for row in rows:
+        texts = [
+            cell.rjust(width) if column.right else cell.ljust(width)
+            for cell, width, column in zip(row, widths, columns, strict=True)
+        ]
+        lines.append("  ".join(texts).rstrip())
+    return lines
+
+
+def _print_boxed(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    from rich import box  # only terminals need it
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column.header, justify="right" if column.right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console(file=sys.stdout).print(table)
+
+
+def byte_progress() -> Progress:
+    """A progress bar for bytes, on standard error; it draws nothing where nobody looks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()]
+    hidden = not is_terminal(sys.stderr)
+    return Progress(*columns, console=Console(file=sys.stderr), disable=hidden, transient=True)
+
+
+def age(then: float | None) -> str:
+    """How long ago a moment was, roughly: `42s`, `17m`, `5h`, `12d`."""
+    if then is None:
+        return "-"
+    seconds = max(0.0, time.time() - then)
+    for unit, size, below in (("s", 1, 120), ("m", 60, 7200), ("h", 3600, 172_800)):
+        if seconds < below:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds / 86_400:.0f}d"
