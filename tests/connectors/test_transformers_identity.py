@@ -29,7 +29,7 @@ from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
 
 from lmcache_core import Cache, GroupKind, LayoutError, UsageError
 from lmcache_core.connectors.transformers import CachedModel, describe_model
-from lmcache_core.connectors.transformers.identity import cache_argument, weights_digest
+from lmcache_core.connectors.transformers.identity import cache_argument, on_device, on_host, weights_digest
 from tests.connectors.tiny import CONFIG, PAGE, SIZES, VOCABULARY, cached, random_prompt, ready, tiny_gpt2, tiny_llama
 
 
@@ -71,6 +71,14 @@ def test_weights_have_a_digest_that_never_changes() -> None:
         for number, weight in enumerate(model.parameters()):
             weight.copy_(torch.arange(weight.numel()).view(weight.shape) % 97 - number)
     assert weights_digest(model) == "82ac62d124c0318340cd363c10827bf44e8ae24777af39c48653bf8cb6ab3bd1"
+
+
+def test_sums_are_the_same_on_any_device() -> None:
+    torch.manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (64,)) * 2 + 1
+    for count in [0, 1, 63, 64, 65, 1000]:
+        runs = torch.split(torch.randint(-(2**63), 2**63 - 1, (count,)), 64)
+        assert on_host(runs, factors).tolist() == on_device(runs, factors).tolist()
 
 
 @pytest.mark.parametrize("place", [0, 7, 1000, 101 * 32 - 1])

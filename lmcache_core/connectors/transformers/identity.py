@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as ModelCache
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -212,12 +214,13 @@ def weights_digest(model: PreTrainedModel) -> str:
     digest = hashlib.sha256(b"lmcache-core weights 1")
     factors: dict[torch.device, torch.Tensor] = {}
     for name, tensor in _parts(model):
-        if tensor.device.type == "meta":
+        device = tensor.device
+        if device.type == "meta":
             raise LayoutError(f"{name} is not in memory, so its bytes can't be told from others; give `weights`")
-        if tensor.device not in factors:
-            factors[tensor.device] = _factors().to(tensor.device)
+        if device not in factors:
+            factors[device] = _factors().to(device)
         head = json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode()
-        digest.update(len(head).to_bytes(8, "little") + head + _sums(tensor, factors[tensor.device]))
+        digest.update(len(head).to_bytes(8, "little") + head + _summary(tensor, factors[device]))
     return digest.hexdigest()
 
 
@@ -239,16 +242,28 @@ def _factors() -> torch.Tensor:
     return (mixed ^ (mixed >> 32)) | 1
 
 
-def _sums(tensor: torch.Tensor, factors: torch.Tensor) -> bytes:
-    """A sum of all words of 8 bytes, each times its factor, for each run of words."""
+def _summary(tensor: torch.Tensor, factors: torch.Tensor) -> bytes:
+    """A sum of all words of 8 bytes, each times its factor, for each run of words; and the bytes behind them."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
     if flat.data_ptr() % 8:
         flat = flat.clone()
-    words = flat[:whole].view(torch.int64)
-    sums = [(part * factors[: part.numel()]).sum() for part in torch.split(words, WORDS)]
-    summed = torch.stack(sums).cpu().numpy().astype("<i8").tobytes() if sums else b""
-    return summed + bytes(flat[whole:].cpu().tolist())
+    whole = flat.numel() // 8 * 8
+    runs = torch.split(flat[:whole].view(torch.int64), WORDS)
+    sums = on_host(runs, factors) if tensor.device.type == "cpu" else on_device(runs, factors)
+    return sums.astype("<i8").tobytes() + bytes(flat[whole:].cpu().tolist())
+
+
+def on_host(runs: Sequence[torch.Tensor], factors: torch.Tensor) -> NDArray[np.int64]:
+    """Sums by numpy: at the speed of memory on one thread, where torch needs two passes."""
+    array = factors.numpy()
+    return np.array([np.dot(run.numpy(), array[: len(run)]) for run in runs], np.int64)
+
+
+def on_device(runs: Sequence[torch.Tensor], factors: torch.Tensor) -> NDArray[np.int64]:
+    """The same sums by torch."""
+    sums = [(run * factors[: len(run)]).sum() for run in runs if len(run)]
+    host: NDArray[np.int64] = torch.stack(sums).cpu().numpy() if sums else np.zeros(len(runs), np.int64)
+    return host
 
 
 def config_digest(model: PreTrainedModel) -> str:

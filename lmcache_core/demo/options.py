@@ -1,0 +1,66 @@
+"""What the demonstration can be told."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lmcache_core.demo.places import cache_folder
+
+__all__ = ["DemoOptions", "add_arguments"]
+
+
+def _default_out() -> Path:
+    return cache_folder() / "demo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """See `add_arguments`."""
+
+    json: Path | None = None
+    out: Path = field(default_factory=_default_out)
+    tokens: int = 64
+    plot: bool = False
+    repeats: int = 5
+    document_tokens: int | None = None
+
+    @staticmethod
+    def of(arguments: argparse.Namespace) -> DemoOptions:
+        """The options among parsed arguments."""
+        return DemoOptions(
+            json=arguments.json,
+            out=arguments.out,
+            tokens=arguments.tokens,
+            plot=arguments.plot,
+            repeats=arguments.repeats,
+            document_tokens=arguments.document_tokens,
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the demonstration to a parser."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--plot", action="store_true", help="draw the times to the first token as a picture (PNG)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=_default_out(),
+        help="folder for the picture and, while it runs, for the disk tier (%(default)s)",
+    )
+    parser.add_argument("--tokens", type=_positive, default=64, metavar="N", help="tokens to generate (%(default)s)")
+    parser.add_argument(
+        "--repeats", type=_positive, default=5, metavar="N", help="measurements of each warm start (%(default)s)"
+    )
+    parser.add_argument(
+        "--document-tokens", type=_positive, metavar="N", help="use no more than the first N tokens of the document"
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value

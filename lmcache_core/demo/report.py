@@ -1,0 +1,160 @@
+"""What a person sees of the demonstration: progress, a table, the answers, a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from lmcache_core.demo.result import WORDS, DemoResult, Measured
+from lmcache_core.errors import PluginError
+
+if TYPE_CHECKING:
+    from lmcache_core.demo.options import DemoOptions
+
+__all__ = ["Display", "check_plot", "draw"]
+
+
+class Display:
+    """Progress on standard error, results on standard output."""
+
+    def __init__(self) -> None:
+        self._err = Console(stderr=True)
+        self._out = Console(width=None if sys.stdout.isatty() else 120)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._step = ""
+
+    def begin(self, options: DemoOptions) -> None:
+        """Say what is going to happen."""
+        self._err.print(
+            "SmolLM2-135M-Instruct in float32 on this machine's CPU reads a handbook and answers questions about it: "
+            f"{options.tokens} tokens each, first without cache, then with it, then again in a new process.",
+            highlight=False,
+        )
+
+    @contextmanager
+    def life(self, number: int) -> Iterator[None]:
+        """Show the progress of a worker."""
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self._err, disable=not self._err.is_terminal) as progress:
+            self._progress, self._task, self._step = progress, None, ""
+            self.step("start a process" if number == 1 else "start another process", 0.0)
+            yield
+            self._finish()
+            self._progress = None
+
+    def step(self, step: str, done: float) -> None:
+        """Show what a worker does now and how much of it is done, from 0 to 1."""
+        if self._progress is None:
+            return
+        if step != self._step:
+            self._finish()
+            self._step = step
+            self._task = self._progress.add_task(step, total=1.0)
+            if not self._err.is_terminal:
+                self._err.print(f"- {step}", highlight=False)
+        assert self._task is not None
+        self._progress.update(self._task, completed=done)
+
+    def _finish(self) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=1.0)
+            self._progress.stop_task(self._task)
+
+    def report(self, result: DemoResult) -> None:
+        """Print what was found."""
+        out = self._out
+        out.print(_table(result))
+        for number, (name, answer) in enumerate(result.answers.items()):
+            question = name if number < len(result.answers) - 1 else "(next turn)"
+            out.print(Text(f"{question} ", style="bold"), Text(answer.text or "(no words)"), sep="")
+        out.print(
+            Text(
+                "\nThe answers are those of a small model in 4 bits. What counts is that caching changes none of them:"
+            )
+        )
+        verdict = "all tokens equal" if result.tokens_equal else "SOME TOKENS DIFFER"
+        out.print(
+            Text(
+                f"{verdict}; largest difference in a logit of the first new token {result.max_logit_diff:.2g}.",
+                style="bold green" if result.tokens_equal else "bold red",
+            )
+        )
+        page_cache = "past the page cache" if result.past_page_cache else "maybe from the page cache"
+        out.print(
+            Text(
+                f"{result.threads} threads; {result.disk_bytes / 2**20:.0f} MiB of KV on disk, read {page_cache}; "
+                "times are medians, from the call to the first new token, hashing, lookup and loading included."
+            )
+        )
+        for path in result.files:
+            out.print(Text(f"written: {path}"), soft_wrap=True)
+
+
+def _table(result: DemoResult) -> Table:
+    table = Table(title="Time to the first token", box=box.SIMPLE, pad_edge=False, title_justify="left")
+    table.add_column("how")
+    for name in ("prompt", "from cache", "computed", "first token", "faster", "max logit diff"):
+        table.add_column(name, justify="right")
+    cold = result.of("cold")[0].median_s
+    for each in result.measured:
+        if each.kind in WORDS:
+            table.add_row(*_row(each, cold))
+    return table
+
+
+def _row(each: Measured, cold: float) -> list[str]:
+    return [
+        WORDS[each.kind],
+        str(each.prompt_tokens),
+        ", ".join(f"{tokens} {tier}" for tier, tokens in each.tiers.items()) or "-",
+        str(each.computed_tokens),
+        f"{each.median_s:.3f} s",
+        f"{cold / each.median_s:.1f}x",
+        ("" if each.tokens_equal else "TOKENS DIFFER ") + f"{each.max_logit_diff:.1e}",
+    ]
+
+
+def check_plot() -> None:
+    """Make sure that a picture can be drawn.
+
+    Raises:
+        PluginError: It can't.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PluginError("--plot needs matplotlib; install it with: pip install 'lmcache-core[demo]'")
+
+
+def draw(result: DemoResult, path: Path) -> None:
+    """Draw the times to the first token as bars to a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and seldom asked for
+    from matplotlib.figure import Figure
+
+    shown = [result.of(kind)[0] for kind in WORDS if kind != "filling" and result.of(kind)]
+    cold = shown[0].median_s
+    figure = Figure(figsize=(9.5, 0.55 * len(shown) + 1.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    bars = axes.barh(
+        [f"{WORDS[each.kind]}\n{each.computed_tokens} of {each.prompt_tokens} tokens computed" for each in shown],
+        [each.median_s for each in shown],
+        color=["#b0413e" if each.kind == "cold" else "#2a6f97" for each in shown],
+    )
+    labels = [f" {each.median_s:.2f} s  ({cold / each.median_s:.0f}x faster)" for each in shown]
+    axes.bar_label(bars, [f" {cold:.2f} s", *labels[1:]], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, cold * 1.25)
+    axes.set_xlabel("seconds from the call to the first new token (lower is better)")
+    axes.set_title(f"SmolLM2-135M-Instruct, float32, {result.threads} CPU threads", loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,149 @@
+"""What is said between the processes of the demonstration, and what comes of it."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+__all__ = ["FOLLOW_UP", "WORDS", "Answer", "DemoResult", "Life", "Measured", "Spec"]
+
+FOLLOW_UP = "follow-up"
+"""Name of the second turn; the others are called by their question."""
+
+WORDS = {
+    "cold": "without cache",
+    "filling": "first time with cache, which fills it",
+    "memory": "same prompt, from memory",
+    "question": "another question, from memory",
+    "turn": "next turn, from memory",
+    "disk": "same prompt, from disk after a restart",
+    "disk question": "another question, from disk",
+    "disk turn": "next turn, from disk",
+}
+"""Kinds of measurement that are shown."""
+
+
+class Spec(msgspec.Struct, frozen=True):
+    """What a worker shall do."""
+
+    folder: str
+    life: int
+    tokens: int
+    repeats: int
+    document_tokens: int | None = None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What the model says without a cache."""
+
+    prompt: list[int]
+    tokens: list[int]
+    text: str
+
+
+class Measured(msgspec.Struct):
+    """One prompt, computed in one way, once or more often."""
+
+    kind: str
+    """One of `WORDS`, or `cold other`: what other questions' answers are compared with."""
+    name: str
+    """The question."""
+    prompt_tokens: int
+    cached_tokens: int
+    tiers: dict[str, int]
+    ttft_s: list[float]
+    """Seconds to the first new token, each time."""
+    tokens_equal: bool
+    """Whether all tokens were those of the model alone."""
+    max_logit_diff: float
+    """Of the first new token's logits, to those of the model alone."""
+    retrieve_s: float = 0.0
+    """Seconds of the first time that went to hashing, lookup and loading."""
+    store_s: float = 0.0
+
+    @property
+    def computed_tokens(self) -> int:
+        """Of the prompt, run through the model."""
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def median_s(self) -> float:
+        """Of the times to the first token."""
+        return statistics.median(self.ttft_s)
+
+
+class Life(msgspec.Struct):
+    """What a worker tells at its end."""
+
+    measured: list[Measured]
+    answers: dict[str, Answer]
+    threads: int
+    flushed: bool
+    failures: dict[str, int]
+    disk_bytes: int
+    past_page_cache: bool
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demonstration found."""
+
+    measured: tuple[Measured, ...]
+    answers: dict[str, Answer]
+    threads: int
+    disk_bytes: int
+    past_page_cache: bool
+    files: tuple[Path, ...] = field(default=())
+    """What was written and is still there."""
+
+    def of(self, kind: str) -> list[Measured]:
+        """All measurements of a kind, in order."""
+        return [each for each in self.measured if each.kind == kind]
+
+    @property
+    def tokens_equal(self) -> bool:
+        """Whether caching changed no token anywhere."""
+        return all(each.tokens_equal for each in self.measured)
+
+    @property
+    def max_logit_diff(self) -> float:
+        """The largest there was."""
+        return max(each.max_logit_diff for each in self.measured)
+
+    def __int__(self) -> int:
+        """The exit code of the command: 0 if all went well."""
+        return 0 if self.tokens_equal else 1
+
+    def figures(self) -> dict[str, Any]:
+        """Everything measured, for programs. Times are medians in seconds."""
+        cold, memory, disk = (self.of(kind)[0] for kind in ("cold", "memory", "disk"))
+        question, turn, filling = (self.of(kind)[0] for kind in ("question", "turn", "filling"))
+        return {
+            "prompt_tokens": cold.prompt_tokens,
+            "cold_ttft_s": cold.median_s,
+            "memory_ttft_s": memory.median_s,
+            "disk_ttft_s": disk.median_s,
+            "question_ttft_s": question.median_s,
+            "turn_ttft_s": turn.median_s,
+            "filling_ttft_s": filling.median_s,
+            "memory_speedup": cold.median_s / memory.median_s,
+            "disk_speedup": cold.median_s / disk.median_s,
+            "question_speedup": cold.median_s / question.median_s,
+            "tokens_equal": self.tokens_equal,
+            "max_logit_diff": self.max_logit_diff,
+            "memory_computed_tokens": memory.computed_tokens,
+            "disk_computed_tokens": disk.computed_tokens,
+            "question_uncached_tokens": question.computed_tokens,
+            "turn_uncached_tokens": turn.computed_tokens,
+            "new_tokens": len(self.answers[cold.name].tokens),
+            "threads": self.threads,
+            "disk_bytes": self.disk_bytes,
+            "disk_past_page_cache": self.past_page_cache,
+            "measurements": [
+                {**msgspec.structs.asdict(each), "computed_tokens": each.computed_tokens} for each in self.measured
+            ],
+        }

@@ -1,0 +1,119 @@
+"""Runs the demonstration: two workers one after another, and a report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from lmcache_core.demo.options import DemoOptions
+from lmcache_core.demo.report import Display, check_plot, draw
+from lmcache_core.demo.result import DemoResult, Life, Spec
+from lmcache_core.errors import LMCacheError, PluginError
+
+__all__ = ["run_demo"]
+
+
+def run_demo(options: DemoOptions | argparse.Namespace) -> DemoResult:
+    """Measure, print a table, and write the files that were asked for.
+
+    Raises:
+        PluginError: A package that it needs isn't installed.
+        LMCacheError: A worker failed; the message has its last words.
+    """
+    if isinstance(options, argparse.Namespace):
+        options = DemoOptions.of(options)
+    if options.plot:
+        check_plot()
+    display = Display()
+    options.out.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=options.out))
+    try:
+        display.begin(options)
+        lives = [_live(number, folder, options, display) for number in (1, 2)]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    result = _joined(lives, options)
+    _write_files(result, options)
+    display.report(result)
+    return result
+
+
+def _joined(lives: list[Life], options: DemoOptions) -> DemoResult:
+    files = [options.json, options.out / "ttft.png" if options.plot else None]
+    return DemoResult(
+        measured=tuple(each for life in lives for each in life.measured),
+        answers=lives[0].answers,
+        threads=lives[0].threads,
+        disk_bytes=lives[0].disk_bytes,
+        past_page_cache=all(life.past_page_cache for life in lives),
+        files=tuple(path.absolute() for path in files if path),
+    )
+
+
+def _write_files(result: DemoResult, options: DemoOptions) -> None:
+    if options.json:
+        options.json.write_text(json.dumps(result.figures(), indent=2) + "\n", encoding="utf-8")
+    if options.plot:
+        draw(result, options.out / "ttft.png")
+
+
+def _live(number: int, folder: Path, options: DemoOptions, display: Display) -> Life:
+    """One worker from its start to its end."""
+    spec = Spec(str(folder), number, options.tokens, options.repeats, options.document_tokens)
+    path = folder / f"spec-{number}.json"
+    path.write_bytes(msgspec.json.encode(spec))
+    words = folder / f"worker-{number}.log"
+    result: Life | None = None
+    with (
+        words.open("wb") as log,
+        display.life(number),
+        subprocess.Popen(_command(path), stdout=subprocess.PIPE, stderr=log, env=_environment()) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                message = json.loads(line)
+                if "result" in message:
+                    result = msgspec.convert(message["result"], Life)
+                else:
+                    display.step(message["step"], message["done"])
+        except BaseException:  # the user has had enough, for one; the worker must not stay behind
+            process.kill()
+            raise
+    code = process.returncode
+    if result is None or code:
+        raise _failure(words.read_text(errors="replace"), code)
+    return result
+
+
+def _command(spec: Path) -> list[str]:
+    return [sys.executable, "-m", "lmcache_core.demo.worker", str(spec)]
+
+
+def _environment() -> dict[str, str]:
+    """The worker's environment. Settings of the user's own cache are not meant for it.
+
+    The switch lets attention with a mask read grouped KV heads as they are. Without it transformers copies them for
+    each head of the group, which takes as long as all the rest where few tokens meet a long cache. It makes no
+    difference to attention without a mask, as in a cold prefill.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_CORE_")}
+    return {**kept, "TRANSFORMERS_SDPA_FORCE_GQA": "1"}
+
+
+def _failure(words: str, code: int) -> LMCacheError:
+    last = [line for line in words.splitlines() if line.strip()][-1:] or [f"exit code {code}"]
+    error, _, said = last[0].partition(": ")
+    if error.endswith("PluginError"):
+        return PluginError(said)
+    if error.endswith(("ModuleNotFoundError", "ImportError")):
+        return PluginError(f"the demo lacks a package ({said}); install it with: pip install 'lmcache-core[demo]'")
+    return LMCacheError(f"the demo's worker failed: {last[0]}")

@@ -1,0 +1,118 @@
+"""Options, figures, table and picture of the demonstration, without a model."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lmcache_core.demo import DemoOptions, DemoResult, Measured, add_arguments
+from lmcache_core.demo.places import cache_folder
+from lmcache_core.demo.report import Display, draw
+from lmcache_core.demo.result import FOLLOW_UP, WORDS, Answer
+
+
+def made(*, equal: bool = True) -> DemoResult:
+    times = {
+        "cold": [10.0],
+        "filling": [10.5],
+        "memory": [0.5, 0.25, 0.4],
+        "question": [0.5],
+        "turn": [0.8],
+        "disk": [1.0, 0.8],
+        "disk question": [1.1],
+        "disk turn": [1.2],
+    }
+    tiers = {"memory": "cpu", "question": "cpu", "turn": "cpu", "disk": "disk"}
+    return DemoResult(
+        measured=tuple(
+            Measured(
+                kind,
+                "Why?",
+                4300,
+                4288 if kind in tiers else 0,
+                {tiers[kind]: 4288} if kind in tiers else {},
+                seconds,
+                equal or kind != "disk",
+                1e-6 if kind == "disk" else 0.0,
+            )
+            for kind, seconds in times.items()
+        ),
+        answers={"Why?": Answer([1, 2], [3, 4, 5], "Because."), FOLLOW_UP: Answer([1], [2], "[not a tag]")},
+        threads=2,
+        disk_bytes=200 << 20,
+        past_page_cache=True,
+        files=(Path("/tmp/figures.json"),),
+    )
+
+
+def test_figures_are_medians_and_counts() -> None:
+    figures = json.loads(json.dumps(made().figures()))
+    expected = {
+        "prompt_tokens": 4300,
+        "cold_ttft_s": 10.0,
+        "memory_ttft_s": 0.4,
+        "disk_ttft_s": 0.9,
+        "question_ttft_s": 0.5,
+        "memory_speedup": 25.0,
+        "question_speedup": 20.0,
+        "tokens_equal": True,
+        "max_logit_diff": 1e-6,
+        "memory_computed_tokens": 12,
+        "question_uncached_tokens": 12,
+        "new_tokens": 3,
+    }
+    assert {name: figures[name] for name in expected} == expected
+    assert [each["kind"] for each in figures["measurements"]] == list(WORDS)
+
+
+def test_a_token_that_differs_is_a_failure_and_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert int(made()) == 0
+    assert int(made(equal=False)) == 1
+    Display().report(made(equal=False))
+    out = capsys.readouterr().out
+    assert "SOME TOKENS DIFFER" in out
+    assert "TOKENS DIFFER 1.0e-06" in out
+
+
+def test_the_report_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    Display().report(made())
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    (memory,) = [line.split() for line in lines if line.strip().startswith("same prompt, from memory")]
+    assert memory[-7:] == ["4300", "4288", "cpu", "12", "0.400", "s", "25.0x", "0.0e+00"][-7:]
+    assert "all tokens equal" in out
+    assert "Why? Because." in out
+    assert "(next turn) [not a tag]" in out
+    assert "200 MiB of KV on disk, read past the page cache" in out
+    assert "written: /tmp/figures.json" in lines
+
+
+def test_the_picture_is_a_picture(tmp_path: Path) -> None:
+    draw(made(), tmp_path / "ttft.png")
+    with Image.open(tmp_path / "ttft.png") as picture:
+        assert picture.format == "PNG"
+        assert picture.width > picture.height > 500
+        colours = picture.convert("RGB").getcolors(1 << 20)
+    assert colours is not None
+    assert {(0xB0, 0x41, 0x3E), (0x2A, 0x6F, 0x97)} <= {colour for _, colour in colours}
+
+
+def test_arguments_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert DemoOptions.of(parser.parse_args([])) == DemoOptions(out=tmp_path / "lmcache-core" / "demo")
+    words = ["--json", "a.json", "--out", "b", "--tokens", "7", "--plot", "--repeats", "2", "--document-tokens", "99"]
+    assert DemoOptions.of(parser.parse_args(words)) == DemoOptions(
+        json=Path("a.json"), out=Path("b"), tokens=7, plot=True, repeats=2, document_tokens=99
+    )
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--tokens", "0"])
+
+
+def test_the_cache_folder_follows_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/not/valid")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert cache_folder() == Path("/home/somebody/.cache/lmcache-core")
