@@ -174,11 +174,11 @@ class Client(Protocol):
         ...
 
     def filled(self, room: Room) -> None:
-        """The bytes of a room are in place."""
+        """The bytes of a room are in place: from now on others can read them, and they are being written to tiers."""
         ...
 
     def finish_store(self, storing: Storing) -> Finished:
-        """Make filled rooms readable and start writing them to tiers; rooms that are not filled are given back."""
+        """End a store; rooms that are not filled are given back."""
         ...
 
     def prefetch(

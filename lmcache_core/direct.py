@@ -21,7 +21,7 @@ from lmcache_core.client import (
 )
 from lmcache_core.errors import ConfigError, UsageError
 from lmcache_core.hostpool import Slot
-from lmcache_core.index import POOL, Entry, Index, Space, tier_bit
+from lmcache_core.index import POOL, Entry, Space, tier_bit
 from lmcache_core.index.decisions import Found, Lease, Load, Reservation, StorePlan, Write
 from lmcache_core.index.index import EVERYWHERE
 from lmcache_core.index.residency import CPU
@@ -176,15 +176,17 @@ class DirectClient:
         with self.node.locked() as index:
             plan = index.plan_store(_spaces(model), keys, at, first_page, mask)
         rooms = [
-            Room(Part(r.group, r.first, len(r.entry.pages)), r.slot.payload(), (index, r)) for r in plan.reservations
+            Room(Part(r.group, r.first, len(r.entry.pages)), r.slot.payload(), (plan, r)) for r in plan.reservations
         ]
         return Storing(rooms, plan.present, plan.dropped, plan)
 
     def filled(self, room: Room) -> None:
         """See `Client`."""
-        handle: tuple[Index, Reservation] = room.handle
-        index, reservation = handle
-        index.filled(reservation)
+        handle: tuple[StorePlan, Reservation] = room.handle
+        plan, reservation = handle
+        with self.node.locked() as index:
+            index.filled(reservation)
+            index.publish(plan, reservation)
 
     def finish_store(self, storing: Storing) -> Finished:
         """See `Client`."""

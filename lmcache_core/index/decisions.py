@@ -67,6 +67,8 @@ class Reservation:
     missing: set[int]
     """Shards that are not filled yet."""
     open: bool = True
+    published: bool = False
+    """Its chunk can be read, or could before it was taken away again."""
 
 
 @dataclass(eq=False, slots=True)

@@ -301,33 +301,41 @@ class Index(Residency):
             raise UsageError("a shard of a chunk was reported twice, or after its reservation had ended")
         reservation.missing.discard(shard)
 
+    def publish(self, plan: StorePlan, reservation: Reservation) -> None:
+        """Make a reservation of a plan readable, if all its shards are in place, and start writing it to tiers; a long
+        store is on its way there while its tail is still being copied. It makes no room for others before `commit`."""
+        if reservation.missing or not reservation.open:
+            return
+        reservation.open = False
+        reservation.published = True
+        entry, space = reservation.entry, reservation.entry.space
+        space.staged.pop(entry.key, None)
+        older = space.chunks.get(entry.key)
+        if older is not None:  # a copy nobody can read now, on a tier that is down
+            self.remove([older], EVERYWHERE)
+            space.leave(older)
+        space.enter(entry)
+        self.enter_pool(entry, reservation.slot)
+        self._supersede(entry)
+        self.write_through(entry, plan.places)
+
     def commit(self, plan: StorePlan) -> list[Entry]:
-        """Make the filled reservations of a plan readable and start writing them to tiers; abort the others. Returns
-        the chunks stored, head first."""
+        """End a store: publish what is filled, abort the rest. Returns the chunks stored, head first."""
         stored: list[Entry] = []
-        for reservation in reversed(plan.reservations):  # the tail first, so that the head is the most recently used
-            if not reservation.open:
-                continue
-            if reservation.missing:
+        for reservation in plan.reservations:
+            self.publish(plan, reservation)
+            if reservation.published:
+                stored.append(reservation.entry)
+            else:
                 self.abort(reservation)
-                continue
-            reservation.open = False
-            entry, space = reservation.entry, reservation.entry.space
-            space.staged.pop(entry.key, None)
-            older = space.chunks.get(entry.key)
-            if older is not None:  # a copy nobody can read now, on a tier that is down
-                self.remove([older], EVERYWHERE)
-                space.leave(older)
-            space.enter(entry)
-            self.enter_pool(entry, reservation.slot)
-            self._supersede(entry)
-            stored.append(entry)
-        stored.reverse()
-        for entry in plan.touched:
+        for entry in reversed(stored):  # the tail first, so that the head is the most recently used
+            self.line_up(entry)
+        new = set(stored)
+        present = [entry for entry in plan.touched if entry.where and entry not in new]
+        for entry in present:
             if entry.where & POOL:
                 self.write_through(entry, plan.places)
-        new = set(stored)
-        self.touch([entry for entry in plan.touched if entry.where and entry not in new])
+        self.touch(present)
         return stored
 
     def arrived(self, plan: StorePlan) -> bool:
@@ -400,6 +408,7 @@ class Index(Residency):
             entry.load = None
             load.slot.sealed = True
             self.enter_pool(entry, load.slot)
+            self.line_up(entry)
             return True
         if result is not ReadResult.HIT:
             reason = {ReadResult.CORRUPT: "corrupt_chunks", ReadResult.MISS: "vanished_chunks"}

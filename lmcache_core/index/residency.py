@@ -64,10 +64,14 @@ class Residency:
         return None
 
     def enter_pool(self, entry: Entry, slot: Slot) -> None:
-        """Make a chunk readable from the pool. The slot's first reference becomes its residence."""
+        """Make a chunk readable from the pool. The slot's first reference becomes its residence. It makes no room for
+        others before it is lined up."""
         entry.slot = slot
         entry.where |= POOL
-        if not entry.pins:
+
+    def line_up(self, entry: Entry) -> None:
+        """Let a chunk of the pool make room for others, last of all so far, unless it is pinned or has left."""
+        if entry.where & POOL and not entry.pins:
             self.policy.add(entry)
 
     def leave_pool(self, entry: Entry) -> None:

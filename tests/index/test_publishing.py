@@ -13,6 +13,7 @@ OTHER = prompt(*"mnop")
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
 def test_a_chunk_is_readable_and_written_before_those_behind_it_are_filled(policy: str) -> None:
     world = World(4, [TierRules("disk")], policy=policy)
+    world.run()
     plan = world.store(LONG, commit=False)
     assert world.pages(LONG) == 0
     for number, reservation in enumerate(plan.reservations, 1):
