@@ -140,7 +140,7 @@ class Shard:
 
     def records(self, entries: Sequence[Entry]) -> Iterator[bytes]:
         """What a log that says just this consists of."""
-        return map(self._record, sorted(entries, key=lambda entry: entry.epoch))
+        return map(self._record, entries)
 
     def unused_segments(self) -> list[Segment]:
         """Segments that nothing lies in, newest first."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lmcache_backends.disk import DiskBackend, DiskOptions, backend
+from lmcache_backends.disk import DiskBackend, backend
 from lmcache_backends.disk.store import Store
-from lmcache_core.errors import BackendError, ClosedError, ConfigError
+from lmcache_core.errors import BackendError, ClosedError
 from lmcache_core.protocols import ReadResult, WriteResult
 from lmcache_core.testing import aligned_buffer
 from tests.backends.disk.kit import (
@@ -272,21 +272,3 @@ def _hang_at_the_end(call: Any) -> Any:
         os.preadv(-1, [], 0)
 
     return opening
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"path": []}, "path is empty"),
-        ({"path": "relative/cache"}, "must be absolute"),
-        ({"path": ["/a/b", "/a/b/"]}, "twice"),
-        ({"capacity": 100}, "holds nothing"),
-        ({"segment": 10}, "segment 10B is too small"),
-        ({"min_free": "lots"}, "write 20GiB or 5%"),
-        ({"min_free": "100%"}, "write 20GiB or 5%"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
-    wanted: dict[str, Any] = {"path": "/cache", "capacity": MIB} | changes
-    with pytest.raises(ConfigError, match=message):
-        DiskBackend(DiskOptions(**wanted))

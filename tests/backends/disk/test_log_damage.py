@@ -44,22 +44,21 @@ def spans(content: bytes | bytearray) -> Iterator[tuple[int, int]]:
 
 def test_a_log_torn_at_any_byte_loses_its_last_record_only(tmp_path: Path) -> None:
     chunks = [chunk(i, 4 * KIB) for i in range(4)]
-    with opened(tmp_path / "a", capacity=MIB) as store:
+    with opened(tmp_path, capacity=MIB) as store:
         fill(store, *chunks)
-    content = (shard_in(tmp_path / "a") / "log").read_bytes()
+    log = shard_in(tmp_path) / "log"
+    content = log.read_bytes()
     *_, (start, end) = spans(content)
     for cut in range(start, end):
-        path = copy_of(tmp_path / "a", tmp_path / "b")
-        log = shard_in(path) / "log"
         # As a crash leaves it: the file ends there, or zeros that were allocated ahead follow.
         log.write_bytes(content[:cut] + bytes(len(content) - cut if cut % 2 else 0))
-        with opened(path, capacity=MIB) as store:
+        with opened(tmp_path, capacity=MIB) as store:
             assert order(store) == [c.key for c in chunks[:3]]
             assert store.count("log_tails_cut") == (cut > start)
             assert store.count("log_records_damaged") == 0
             assert_lacks(store, chunks[3])
             fill(store, chunks[3])
-        with opened(path, capacity=MIB) as store:
+        with opened(tmp_path, capacity=MIB) as store:
             assert store.count("log_tails_cut") == 0
             assert_holds(store, *chunks)
 
@@ -129,6 +128,26 @@ def test_a_lost_eviction_shows_when_its_place_is_used_again(tmp_path: Path) -> N
         assert_holds(store, chunk(0, 64 * KIB), chunk(3, 64 * KIB), chunk(5, 32 * KIB), chunk(6, 96 * KIB))
         assert_lacks(store, chunk(1, 64 * KIB), chunk(2, 64 * KIB))
         assert store.usage().chunks == 4
+
+
+def test_a_place_whose_use_was_lost_twice_gives_no_other_chunks_bytes(tmp_path: Path) -> None:
+    """The eviction of a chunk is damaged, and so is the record of what took its place."""
+    with opened(tmp_path, capacity=2 * SIZE, segment=2 * SIZE) as store:
+        fill(store, chunk(0), chunk(1))
+        store.delete([chunk(0).key])
+        fill(store, chunk(2))
+    log = shard_in(tmp_path) / "log"
+    content = bytearray(log.read_bytes())
+    for start, _ in list(spans(content))[2:]:
+        content[start + 20] ^= 1
+    log.write_bytes(content)
+    with opened(tmp_path, capacity=2 * SIZE, segment=2 * SIZE) as store:
+        assert get(store, chunk(0).key) is ReadResult.CORRUPT
+        assert store.count("values_damaged") == 1
+        assert_holds(store, chunk(1))
+        store.delete([chunk(0).key])
+        fill(store, chunk(3))
+        assert_holds(store, chunk(1), chunk(3))
 
 
 def sealed(seed: int, segment: int, offset: int, nbytes: int, page: int = 0) -> bytes:

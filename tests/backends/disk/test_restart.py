@@ -162,3 +162,14 @@ def test_a_full_disk_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert store.count("enospc") > 0
         store.delete([chunk(0).key])
         assert_lacks(store, chunk(0))
+
+
+def test_the_number_of_a_segment_that_was_given_back_is_not_used_again(tmp_path: Path) -> None:
+    """Else a record that outlived its eviction would point into another segment."""
+    with opened(tmp_path) as store:
+        fill(store, *[chunk(i, MIB) for i in range(3)])
+        store.delete([chunk(i).key for i in (1, 2)])
+    assert len(list(shard_in(tmp_path).glob("segment-*"))) == 2, "one that is empty is kept"
+    with opened(tmp_path) as store:
+        fill(store, chunk(4, MIB))
+    assert [file.name[-1] for file in sorted(shard_in(tmp_path).glob("segment-*"))] == ["1", "4"]
