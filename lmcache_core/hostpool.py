@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from lmcache_core.errors import PoolError, UsageError
 from lmcache_core.extents import ExtentAllocator
-from lmcache_core.frame import ALIGN, FrameShape, aligned
+from lmcache_core.frame import ALIGN, FrameShape
 from lmcache_core.units import format_size
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 FAULT_STEP = 32 << 20
 HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23
+_FREED = memoryview(b"")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -37,12 +38,12 @@ class Slot:
 
     __slots__ = ("_pool", "_refs", "form", "frame", "offset", "sealed")
 
-    def __init__(self, pool: HostPool, offset: int, form: FrameShape) -> None:
+    def __init__(self, pool: HostPool, offset: int, nbytes: int, form: FrameShape) -> None:
         self._pool = pool
         self._refs = 1
         self.offset = offset
         self.form = form
-        self.frame = pool.memory[offset : offset + form.nbytes]
+        self.frame = pool.memory[offset : offset + nbytes]
         self.sealed = False
         """Whether the header in front of the payload is valid, so that the frame can be written to tiers."""
 
@@ -123,17 +124,18 @@ class HostPool:
 
     def allocate(self, form: FrameShape) -> Slot | None:
         """A slot for a frame of that shape with one reference, or None when no room is contiguous."""
-        offset = self._extents.allocate(form.nbytes)
+        nbytes = form.nbytes
+        offset = self._extents.allocate(nbytes)
         if offset is None:
             return None
         self.slots += 1
-        return Slot(self, offset, form)
+        return Slot(self, offset, nbytes, form)
 
     def give_back(self, slot: Slot) -> None:
         """Free the room of a slot whose last reference is gone. Called by the slot."""
         self.slots -= 1
-        slot.frame = memoryview(b"")
-        self._extents.free(slot.offset, aligned(slot.form.nbytes))
+        self._extents.free(slot.offset, len(slot.frame))
+        slot.frame = _FREED
 
     def start_prefault(self, mutex: threading.Lock, grown: Callable[[], None] = lambda: None) -> None:
         """Fault the memory in, first step before this returns, the rest on a daemon thread that adds each step to the

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lmcache_core.config import Config, TierConfig
@@ -69,7 +69,8 @@ class Node:
             for number, (tier, backend) in enumerate(zip(config.tiers, backends, strict=True))
         ]
         self._prober = Prober(self)
-        self._closed = False
+        self.closed = False
+        self._locked = _Locked(self)
         self._ticking: Future[None] | None = None
         try:
             self.pool.start_prefault(self.mutex)
@@ -99,9 +100,9 @@ class Node:
     def close(self) -> None:
         """Write what is queued, close the tiers and let go of the pool. Idempotent."""
         with self.mutex:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
             self.index.tick()
         self.settle()
         if self._ticking is not None:
@@ -123,29 +124,23 @@ class Node:
 
     # For clients
 
-    @contextmanager
-    def locked(self) -> Iterator[Index]:
+    def locked(self) -> AbstractContextManager[Index]:
         """The index, under the mutex; afterwards its decisions are carried out.
 
         Raises:
             ClosedError: The node has been closed.
         """
-        with self.mutex:
-            if self._closed:
-                raise ClosedError("the node has been closed")
-            yield self.index
-            out = self._take()
-        if out:
-            self._hand_over(out)
+        return self._locked
 
     def settle(self) -> None:
         """Carry out decisions that were taken under `mutex` without `locked`."""
         with self.mutex:
-            out = self._take()
+            out = self.take()
         if out:
-            self._hand_over(out)
+            self.hand_over(out)
 
-    def _take(self) -> list[Decision]:
+    def take(self) -> list[Decision]:
+        """Decisions that have not been carried out; the caller does. Called under the mutex."""
         out = self.index.out
         if out:
             self.index.out = []
@@ -199,7 +194,8 @@ class Node:
 
     # Decisions
 
-    def _hand_over(self, decisions: list[Decision]) -> None:
+    def hand_over(self, decisions: list[Decision]) -> None:
+        """Carry decisions out, on the event loop."""
         if threading.current_thread() is self._loop.thread:
             self._carry_out(decisions)
         else:
@@ -217,7 +213,7 @@ class Node:
         """An event from a tier, on the event loop."""
         with self.mutex:
             yield self.index
-            out = self._take()
+            out = self.take()
         if out:
             # Not at once: an event may come from inside the queue that the decision goes to.
             self._loop.loop.call_soon(self._carry_out, out)
@@ -312,6 +308,30 @@ class Node:
         if usage is not None and usage[1] is not None:
             configured = tier.rules.capacity
             tier.capacity = usage[1] if configured is None else min(configured, usage[1])
+
+
+class _Locked:
+    """What `Node.locked` returns. Several times as fast as a generator, and stores call it for each chunk."""
+
+    __slots__ = ("_node",)
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def __enter__(self) -> Index:
+        node = self._node
+        node.mutex.acquire()
+        if node.closed:
+            node.mutex.release()
+            raise ClosedError("the node has been closed")
+        return node.index
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        node = self._node
+        out = node.take() if error is None else None
+        node.mutex.release()
+        if out:
+            node.hand_over(out)
 
 
 def _tell(waiters: list[Callable[[bool], None]], outcome: bool) -> None:

@@ -179,7 +179,14 @@ class Space:
                 return entry, size
         for last in range(min(full, len(keys)) - 1, first - 1, -1):
             length = last - first + 1
-            for entry in self.holding(keys[last]):
-                if entry.where & places and len(entry.pages) >= length and entry.pages[length - 1] == keys[last]:
-                    return entry, length
+            entry = self.holder(keys[last], length, places)
+            if entry is not None:
+                return entry, length
+        return None
+
+    def holder(self, page: bytes, pages: int, places: int) -> Entry | None:
+        """A readable chunk whose first `pages` pages end with `page`."""
+        for entry in self.holding(page):
+            if entry.where & places and len(entry.pages) >= pages and entry.pages[pages - 1] == page:
+                return entry
         return None

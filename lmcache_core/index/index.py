@@ -257,9 +257,7 @@ class Index(Residency):
         key = keys[first + pages - 1]
         entry = space.chunks.get(key)
         if entry is None or not entry.where & self.readable:
-            held = space.run(keys[: first + pages], first, self.readable)
-            if held is not None and held[1] == pages:
-                entry = held[0]
+            entry = space.holder(key, pages, self.readable) or entry
         if entry is not None and (entry.where & self.readable or entry.load is not None):
             plan.present += pages
             plan.touched.append(entry)

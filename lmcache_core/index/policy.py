@@ -62,11 +62,12 @@ class Lru:
 
     def candidates(self) -> Iterator[Entry]:
         """See `Policy`."""
-        kept = 0
-        while batch := list(islice(self._order, kept, kept + _BATCH)):
+        kept, size = 0, 1
+        while batch := list(islice(self._order, kept, kept + size)):
             for entry in batch:
                 yield entry
                 kept += entry in self._order
+            size = min(2 * size, _BATCH)  # mostly the first may go
 
     def __len__(self) -> int:
         return len(self._order)
