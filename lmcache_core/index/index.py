@@ -26,13 +26,14 @@ from lmcache_core.index.decisions import (
     Reservation,
     StorePlan,
     Touch,
+    Write,
 )
 from lmcache_core.index.entries import POOL, Entry, Geometry, Space
 from lmcache_core.index.policy import PolicyName
 from lmcache_core.index.residency import CPU, Residency
 from lmcache_core.index.tiers import TierRules, TierState
 from lmcache_core.namespace import GroupKind
-from lmcache_core.protocols import ChunkKey, ReadResult, Stored
+from lmcache_core.protocols import ChunkKey, ReadResult, Stored, WriteResult
 
 EVERYWHERE = -1
 """Mask of all places."""
@@ -314,7 +315,7 @@ class Index(Residency):
             space.leave(older)
         space.enter(entry)
         self.enter_pool(entry, reservation.slot)
-        self._supersede(entry)
+        self._supersede(entry, POOL)
         self.write_through(entry, plan.places)
 
     def commit(self, plan: StorePlan) -> list[Entry]:
@@ -354,22 +355,25 @@ class Index(Residency):
             reservation.slot.release()
             self.counts.add("dropped_chunks", Refusal.ABORTED.value)
 
-    def _supersede(self, entry: Entry) -> None:
-        """Remove the tails that a longer chunk of the same window replaces, from the pool and from tiers of this host
-        alone."""
+    def wrote(self, write: Write, result: WriteResult | None) -> bool:
+        """See `Residency.wrote`. A tail leaves a tier of this host only when the longer chunk is there."""
+        told = super().wrote(write, result)
+        tier = self.tiers[write.tier]
+        if write.entry.where & tier.bit and not tier.rules.shared:
+            self._supersede(write.entry, tier.bit)
+        return told
+
+    def _supersede(self, entry: Entry, places: int) -> None:
+        """Remove the tails that a longer chunk of the same window replaces from `places`, where it is itself."""
         space = entry.space
         if _kind(space) is GroupKind.STATE:
             return
-        mine = POOL
-        for tier in self.tiers:
-            if not tier.rules.shared:
-                mine |= tier.bit
         for page in entry.pages[:-1]:
             tail = space.chunks.get(page)
             if tail is None or tail.parent != entry.parent or tail.leases or tail.pins or tail.load is not None:
                 continue
             if tail.slot is None or tail.slot.references == 1 or tail.writing:
-                self.remove([tail], mine, label="superseded_chunks")
+                self.remove([tail], places, label="superseded_chunks")
 
     # Load
 
