@@ -132,33 +132,37 @@ class Worker:
 
     def _with_cache(self, cached: CachedModel, kind: str, name: str, *, repeats: int, forget: bool = False) -> None:
         """Compute an answer once whole, to compare it, then only its first token, to measure more often."""
-        prompt, expected = self.answers[name].prompt, self.answers[name].tokens
-        made: Measured | None = None
+        made = None
         for number in range(repeats):
             _tell(f"{WORDS[kind]}: {_shown(name)}", number / repeats)
             if forget:
                 cached.cache.clear(["cpu"])
-            output, _ = self._generate(cached, prompt, self.spec.tokens if number == 0 else 1)
-            call = cached.last_call
-            assert call is not None
+            once = self._compared(cached, kind, name, self.spec.tokens if number == 0 else 1)
             if made is None:
-                difference = float(np.abs(_scores(output) - np.load(self._scores_path(name))).max())
-                made = Measured(
-                    kind,
-                    name,
-                    call.prompt_tokens,
-                    call.cached_tokens,
-                    dict(call.tiers),
-                    [call.ttft_s],
-                    _new(output, prompt) == expected,
-                    difference,
-                    call.retrieve_s,
-                    call.store_s,
-                )
-            elif (call.cached_tokens, dict(call.tiers)) == (made.cached_tokens, made.tiers):
-                made.ttft_s.append(call.ttft_s)
-        if made is not None:
-            self.measured.append(made)
+                made = once
+                self.measured.append(made)
+            elif (once.cached_tokens, once.tiers) == (made.cached_tokens, made.tiers):
+                made.ttft_s += once.ttft_s
+                made.tokens_equal &= once.tokens_equal
+
+    def _compared(self, cached: CachedModel, kind: str, name: str, tokens: int) -> Measured:
+        """Some tokens of an answer with the cache, and how they compare with those of the model alone."""
+        prompt, expected = self.answers[name].prompt, self.answers[name].tokens[:tokens]
+        output, _ = self._generate(cached, prompt, tokens)
+        call = cached.last_call
+        assert call is not None
+        return Measured(
+            kind,
+            name,
+            call.prompt_tokens,
+            call.cached_tokens,
+            dict(call.tiers),
+            [call.ttft_s],
+            _new(output, prompt) == expected,
+            float(np.abs(_scores(output) - np.load(self._scores_path(name))).max()),
+            call.retrieve_s,
+            call.store_s,
+        )
 
     def _generate(self, model: PreTrainedModel | CachedModel, prompt: list[int], tokens: int) -> tuple[Any, float]:
         """Greedy tokens, exactly so many. Returns the output and the seconds to the first of them."""

@@ -78,7 +78,7 @@ def test_what_changes_its_layers_takes_them_out_of_the_arena(act: str) -> None:
             cache.reset()  # type: ignore[no-untyped-call]
     feed(2, its, mine, batch=1 if act in ("crop", "reset") else 2)
     assert same(mine, its)
-    assert mine.tokens == 0
+    assert mine.tokens == 0 or act == "reset"
 
 
 def test_a_copy_grows_by_itself() -> None:

@@ -1,5 +1,6 @@
 """`CachedModel.generate` gives what the model gives, and computes only what the cache doesn't have."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,11 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from lmcache_core.config import load_config
 from lmcache_core.connectors.transformers import CachedModel, calls
+from lmcache_core.connectors.transformers import model as model_module
 from tests.connectors.tiny import (
+    CONFIG,
     PAGE,
     VOCABULARY,
     cached,
@@ -246,14 +250,34 @@ def test_generation_ends_where_it_would() -> None:
             assert torch.equal(made.generate(prompt, max_new_tokens=12, eos_token_id=end), expected)
 
 
-def test_prefill_in_parts_takes_up_behind_the_cached_prefix() -> None:
+def test_a_prompt_to_be_computed_in_parts_is_computed_whole() -> None:
     model = tiny_llama()
     prompt = random_prompt(47)
     expected = plain(model, prompt, max_new_tokens=5)
     with cached(model) as made:
         made.generate(prompt[:, :23], max_new_tokens=1)
         assert torch.equal(made.generate(prompt, max_new_tokens=5, prefill_chunk_size=6), expected)
-        assert counts(made)[:2] == (47, 20)
+        assert counts(made)[:2] == (47, 0)
+        assert torch.equal(made.generate(prompt, max_new_tokens=5), expected)
+        assert counts(made)[:2] == (47, 44)
+
+
+def test_the_old_name_of_the_cache_argument_does_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_module, "cache_argument", lambda function: "past_key_values")
+    model = tiny_llama()
+    prompt = random_prompt(22)
+    expected = plain(model, prompt, max_new_tokens=5)
+    with cached(model) as made, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        for _ in range(2):
+            assert torch.equal(made.generate(prompt, max_new_tokens=5), expected)
+        assert counts(made)[:2] == (22, 20)
+
+
+def test_settings_may_be_loaded_before() -> None:
+    loaded = load_config(CONFIG)
+    with CachedModel.open(tiny_llama(), loaded) as one, CachedModel.open(tiny_llama(), loaded.config) as two:
+        assert one.cache.page_tokens == two.cache.page_tokens == PAGE
 
 
 def test_more_tokens_than_there_was_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def with_adapter() -> PreTrainedModel:
     [
         (mistral, "DynamicSlidingWindowLayer"),
         (gemma3, "DynamicSlidingWindowLayer"),
-        (mamba, "only full attention"),
+        (mamba, "only full attention|not two tensors"),
         (t5, "encoder-decoder"),
         (phi3, "'longrope': KV of a prefix depends on the length"),
         (llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "'dynamic'"),
@@ -253,6 +253,15 @@ def test_a_model_in_training_is_refused() -> None:
         model.train()
         with pytest.raises(UsageError, match=r"model\.eval\(\)"):
             made.generate(random_prompt(9), max_new_tokens=2)
+
+
+def test_autocast_is_refused() -> None:
+    with (
+        cached(tiny_llama(dtype=torch.float32)) as made,
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(UsageError, match="autocast"),
+    ):
+        made.generate(random_prompt(9), max_new_tokens=2)
 
 
 def test_both_names_of_the_cache_argument_are_known() -> None:

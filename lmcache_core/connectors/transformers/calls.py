@@ -99,9 +99,10 @@ class Call:
         self.tokens: list[int] = self.ids[0].tolist()
 
     @property
-    def needs_all_states(self) -> bool:
-        """Whether the result holds something of each token of the prompt, so that all must be computed."""
-        return bool(self._setting("output_attentions") or self._setting("output_hidden_states"))
+    def needs_whole_prompt(self) -> bool:
+        """Whether all of the prompt must be computed: because the result holds something of each of its tokens, or
+        because it is to be computed in parts, with which not every transformers takes up behind a cached prefix."""
+        return any(map(self._setting, ("output_attentions", "output_hidden_states", "prefill_chunk_size")))
 
     @property
     def room(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
 
 from lmcache_core.cache import Cache, Prompt
-from lmcache_core.config import load_config
+from lmcache_core.config import Config, LoadedConfig, load_config
 from lmcache_core.connectors.transformers.arena import Arena, ArenaCache
 from lmcache_core.connectors.transformers.calls import Call, CallStats, FirstToken
 from lmcache_core.connectors.transformers.identity import cache_argument, describe_model, has_adapter, shape_of
@@ -47,6 +47,7 @@ class CachedModel:
 
     Raises:
         LayoutError: This kind of model can't be cached, or the cache is another model's; the message says why.
+        PluginError: There is no transfer for the device the model is on.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class CachedModel:
     def open(
         cls,
         model: PreTrainedModel,
-        config: Path | str | Mapping[str, Any] | None = None,
+        config: Path | str | Mapping[str, Any] | Config | LoadedConfig | None = None,
         *,
         weights: str | None = None,
         save_decode: bool = True,
@@ -87,17 +88,20 @@ class CachedModel:
 
         Args:
             model: A causal language model with full attention, in evaluation mode.
-            config: The cache's configuration: a file, YAML text, or a mapping.
+            config: The cache's configuration: a file, YAML text, a mapping, or settings that were loaded before. None
+                for the file that the environment variable `LMCACHE_CORE_CONFIG` names, or the defaults.
             weights: See `describe_model`.
             save_decode: Whether KV of generated tokens is stored too.
 
         Raises:
             LayoutError: This kind of model can't be cached; the message says why.
             ConfigError: The configuration can't be used; the message says where and what to change.
+            PluginError: A backend isn't installed, or there is no transfer for the device the model is on.
+            PoolError: The host pool can't be had.
         """
-        settings = load_config(config).config
+        settings = _settings(config)
         namespace = describe_model(model, page_tokens=settings.page_tokens, layout=settings.layout, weights=weights)
-        cache = Cache.open(config, namespace)
+        cache = Cache.open(settings, namespace)
         try:
             cached = cls(
                 model,
@@ -173,7 +177,7 @@ class CachedModel:
     def _retrieve(self, call: Call, salt: str | bytes | None) -> tuple[Arena, Prompt | None, int, Mapping[str, int]]:
         """Memory for the call's KV, with what of its prompt's could be had. At least one token is left to compute."""
         page = self._namespace.page_tokens
-        most = 0 if call.needs_all_states else (len(call.tokens) - 1) // page * page
+        most = 0 if call.needs_whole_prompt else (len(call.tokens) - 1) // page * page
         arena = Arena(self._shape, call.room, page)
         prompt = None
         with self._tolerating("retrieve"):
@@ -226,6 +230,8 @@ class CachedModel:
     def _check_model(self) -> None:
         if self.model.training:
             raise UsageError("the model is in training mode, in which KV is random: call model.eval()")
+        if torch.is_autocast_enabled(self._shape.device.type):
+            raise UsageError("under autocast KV is of another precision than the model's: call generate outside of it")
         if has_adapter(self.model) or _versions(self.model) != self._weights:
             raise UsageError("the model's weights or adapters have changed since: make another CachedModel of it")
 
@@ -237,6 +243,12 @@ class CachedModel:
         except (LMCacheError, OSError) as error:
             self.failures[verb] += 1
             self._log.warning(verb, "the cache failed to %s, so this is computed: %s", verb, error)
+
+
+def _settings(config: Path | str | Mapping[str, Any] | Config | LoadedConfig | None) -> Config:
+    if isinstance(config, Config):
+        return config
+    return (config if isinstance(config, LoadedConfig) else load_config(config)).config
 
 
 def _generate(model: PreTrainedModel) -> Callable[..., Any]:
