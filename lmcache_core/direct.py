@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from lmcache_core.index.index import EVERYWHERE
 from lmcache_core.index.residency import CPU
 from lmcache_core.namespace import Namespace
 from lmcache_core.node import Node
+from lmcache_core.operations import AHEAD
 from lmcache_core.protocols import CountsEvents
 
 
@@ -90,28 +92,34 @@ class DirectClient:
 
     # Lookup and load
 
-    def lookup(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> Boundary:
+    def lookup(
+        self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None, *, quiet: bool = False
+    ) -> Boundary:
         """See `Client`."""
         spaces, mask = _spaces(model), self._mask(places)
         with self.node.locked() as index:
             found = index.find(spaces, keys, mask)
             tiers = self._by_tier(found, index.readable & mask)
-            pending = found.pages < len(keys) and self.node.ask(spaces, keys, found.pages, mask)
+            if quiet:
+                return Boundary(found.pages, tiers)
+            if found.pages < len(keys) and self.node.ask(spaces, keys, found.pages, mask) is not None:
+                return Boundary(found.pages, tiers, pending=True)  # counted when it is asked for the last time
             counts = self.node.counts
             counts.add("lookups", "lookup")
             counts.add("lookup_tokens", "lookup", len(keys) * model.namespace.page_tokens)
             for name, pages in tiers.items():
                 counts.add("hit_tokens", name, pages * model.namespace.page_tokens)
-        return Boundary(found.pages, tiers, pending)
+        return Boundary(found.pages, tiers)
 
     def hold(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> Held:
         """See `Client`."""
         spaces, mask = _spaces(model), self._mask(places)
         with self.node.locked() as index:
             found = index.find(spaces, keys, mask)
+            asked = self.node.ask(spaces, keys, found.pages, mask) if found.pages < len(keys) else None
             lease = index.lease(found)
         parts = [Part(piece.group, piece.first, piece.pages) for piece in found.pieces]
-        return Held(found.pages, parts, _Holding(lease))
+        return Held(found.pages, parts, asked, _Holding(lease))
 
     def grant(self, held: Held, start: int, ahead: int) -> list[Grant]:
         """See `Client`."""
@@ -209,16 +217,24 @@ class DirectClient:
     async def _prefetch(self, spaces: Sequence[Space], keys: Sequence[bytes], places: int, target: int) -> int:
         with self.node.locked() as index:
             lease = index.lease(index.find(spaces, keys, places | target))
-        done = 0
+        pieces = lease.found.pieces
+        turns = asyncio.Semaphore(AHEAD)
+        missing = False
+
+        async def bring(entry: Entry) -> bool:
+            nonlocal missing
+            async with turns:  # given in order
+                there = not missing and await self._bring(entry, target)
+            missing |= not there
+            return there
+
         try:
-            for piece in lease.found.pieces:
-                if not await self._bring(piece.entry, target):
-                    break
-                done += piece.pages if piece.group == lease.found.pieces[0].group else 0
+            there = await asyncio.gather(*(bring(piece.entry) for piece in pieces))
         finally:
             with self.node.mutex:
                 self.node.index.release(lease)
-        return done
+        brought = itertools.takewhile(lambda each: each[1], zip(pieces, there, strict=True))
+        return sum(piece.pages for piece, _ in brought if piece.group == pieces[0].group)
 
     async def _bring(self, entry: Entry, target: int) -> bool:
         if entry.where & target:
@@ -297,7 +313,7 @@ class DirectClient:
                 node.pool.usable,
                 node.pool.used,
                 node.pool.slots,
-                sum(1 for space in index.spaces.values() for entry in space.chunks.values() if entry.where & POOL),
+                len(index.policy) + sum(1 for entry in index.pinned if entry.where & POOL),
                 len(index.leases),
                 len(index.pinned),
                 sum(len(space.staged) for space in index.spaces.values()),
