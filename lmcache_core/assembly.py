@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_core.config import Config, LoadedConfig, load_config
+from lmcache_core.direct import DirectClient
 from lmcache_core.node import Node
 from lmcache_core.plugins import load_backend
 
@@ -28,4 +29,13 @@ def build_node(source: str | Path | dict[str, Any] | Config | LoadedConfig | Non
         config = source
     else:
         config = load_config(source).config
-    return Node(config, [load_backend(tier.backend).create(tier.options) for tier in config.tiers])
+    node = Node(config, [load_backend(tier.backend).create(tier.options) for tier in config.tiers])
+    if config.metrics.enabled:
+        from lmcache_core.metrics import serve_metrics  # imports Prometheus, for those who want it
+
+        try:
+            node.metrics = serve_metrics(DirectClient(node), config)
+        except BaseException:  # a port in use, say: the node must not stay behind
+            node.close()
+            raise
+    return node

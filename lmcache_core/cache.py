@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core import operations
 from lmcache_core.client import Client, Stats
-from lmcache_core.errors import LayoutError
+from lmcache_core.errors import ClosedError, LayoutError
 from lmcache_core.index.boundary import stops
 from lmcache_core.keys import PageHasher, Tokens, make_seed
 from lmcache_core.namespace import Namespace
@@ -71,7 +71,8 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """What was restored: the first `tokens` tokens are in the view now. `tiers` says where they came from."""
+    """What was restored: the first `tokens` tokens are in the view now. `tiers` says how many came from where, without
+    those that were in the view already."""
 
     tokens: int
     tiers: Mapping[str, int]
@@ -203,7 +204,8 @@ class _Base:
         and asks no remote tier."""
         keys = self._keys(prompt)
         names = ["cpu", *(tier.name for tier in self.client.stats().tiers)]
-        return {name: self.client.lookup(self._model, keys, [name]).pages * self.page_tokens for name in names}
+        pages = {name: self.client.lookup(self._model, keys, [name], quiet=True).pages for name in names}
+        return self._tokens(pages)
 
     def pin(self, prompt: Prompt | Tokens) -> int:
         """Keep the restorable prefix where it is until it is unpinned as often. Returns its tokens."""
@@ -323,6 +325,8 @@ class Cache(_Base):
             return pages.result(timeout) * self.page_tokens
         except TimeoutError:
             return 0
+        except CancelledError as error:
+            raise ClosedError("the node was closed during a prefetch") from error
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all writes have ended. Returns whether that came within `timeout` seconds."""

@@ -52,6 +52,8 @@ class Held:
 
     pages: int
     parts: Sequence[Part]
+    asked: Future[Any] | None = None
+    """Done when tiers that cannot tell at once have been asked for more; then hold again."""
     handle: Any = None
 
 
@@ -141,8 +143,11 @@ class Client(Protocol):
         """
         ...
 
-    def lookup(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> Boundary:
-        """How many pages of a prompt can be restored. Keeps nothing, renews nothing."""
+    def lookup(
+        self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None, *, quiet: bool = False
+    ) -> Boundary:
+        """How many pages of a prompt can be restored. Keeps nothing, renews nothing. A `quiet` lookup is no request's:
+        it isn't counted and asks no tier."""
         ...
 
     def hold(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> Held:

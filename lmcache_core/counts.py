@@ -27,13 +27,11 @@ COUNTERS = {
     "copied_bytes": Counter("Bytes copied between engine and host pool.", "direction"),
     "copy_seconds": Counter("Seconds spent in those copies.", "direction"),
     "read_chunks": Counter("Chunks read from a tier and verified.", "tier"),
-    "read_bytes": Counter("Bytes of these.", "tier"),
-    "read_seconds": Counter(
-        "Seconds from the start of a tier's read to its end, waiting in queues not included.", "tier"
-    ),
+    "read_bytes": Counter("Bytes of chunks read from a tier and verified, frames included.", "tier"),
+    "read_seconds": Counter("Seconds that reads of a tier took, without waiting in queues.", "tier"),
     "written_chunks": Counter("Chunks written to a tier.", "tier"),
-    "written_bytes": Counter("Bytes of these.", "tier"),
-    "write_seconds": Counter("Seconds from the start of a tier's write to its end.", "tier"),
+    "written_bytes": Counter("Bytes of chunks written to a tier, frames included.", "tier"),
+    "write_seconds": Counter("Seconds that writes to a tier took, without waiting in queues.", "tier"),
     "evicted_chunks": Counter("Chunks that made room for others, by the tier they left.", "tier"),
     "superseded_chunks": Counter("Tails that a longer chunk replaced, by the tier they left.", "tier"),
     "dropped_chunks": Counter("Chunks or writes to a tier that were given up.", "reason"),

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmcache_core.config import Config, TierConfig
 from lmcache_core.counts import Counts
@@ -28,6 +28,9 @@ from lmcache_core.probe import Prober
 from lmcache_core.protocols import ReadResult, RemembersUse, Scannable, StorageBackend, Stored, WriteResult
 from lmcache_core.ratelog import LogWriter, RateLog
 from lmcache_core.tier import TierRunner
+
+if TYPE_CHECKING:
+    from lmcache_core.metrics import MetricsServer
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +75,8 @@ class Node:
         self.closed = False
         self._locked = _Locked(self)
         self._ticking: Future[None] | None = None
+        self.metrics: MetricsServer | None = None
+        """Serves the metrics until the node is closed."""
         try:
             self.pool.start_prefault(self.mutex)
             self._loop.run(self._start(), START_TIMEOUT)
@@ -97,24 +102,26 @@ class Node:
     async def _start(self) -> None:
         await asyncio.gather(*(runner.open() for runner in self.runners))
 
-    def close(self) -> None:
-        """Write what is queued, close the tiers and let go of the pool. Idempotent."""
+    def close(self, grace: float = CLOSE_TIMEOUT) -> None:
+        """Write what is queued, for at most `grace` seconds, close the tiers and let go of the pool. Idempotent."""
         with self.mutex:
             if self.closed:
                 return
             self.closed = True
             self.index.tick()
+        if self.metrics is not None:
+            self.metrics.close()
         self.settle()
         if self._ticking is not None:
             self._ticking.cancel()
-        self._loop.run(self._stop(), 3 * CLOSE_TIMEOUT)
+        self._loop.run(self._stop(grace), 3 * grace + CLOSE_TIMEOUT)
         self._loop.stop()
         self._framer.close()
         self._log_writer.close()
         self.pool.close()
 
-    async def _stop(self) -> None:
-        await asyncio.gather(*(runner.close(CLOSE_TIMEOUT) for runner in self.runners))
+    async def _stop(self, grace: float) -> None:
+        await asyncio.gather(*(runner.close(grace) for runner in self.runners))
 
     def __enter__(self) -> Node:
         return self
@@ -183,10 +190,10 @@ class Node:
             return False
         return True
 
-    def ask(self, spaces: Sequence[Space], keys: Sequence[bytes], first_page: int, places: int) -> bool:
+    def ask(self, spaces: Sequence[Space], keys: Sequence[bytes], first_page: int, places: int) -> Future[Any] | None:
         """Ask tiers that cannot be listed for the rest of a prompt, unless that was done just now. Called under the
-        mutex. Returns whether an answer is being waited for."""
-        return self._prober.wanted(spaces, keys, first_page, places)
+        mutex. Returns what is done when the answer is there, None if there is nothing to wait for."""
+        return self._prober.ask(spaces, keys, first_page, places)
 
     def start(self, work: Any) -> Future[Any]:
         """Run a coroutine on the node's event loop."""

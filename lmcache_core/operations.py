@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -52,7 +52,7 @@ def run(operation: Operation[T]) -> T:
             else:
                 try:
                     answer = step.future.result(step.seconds)
-                except TimeoutError:
+                except (TimeoutError, CancelledError):  # the latter: the node is being closed
                     answer = False
             step = operation.send(answer)
     except StopIteration as end:
@@ -92,7 +92,7 @@ async def arun(operation: Operation[T]) -> T:
 
 @dataclass(slots=True)
 class Loaded:
-    """Outcome of `retrieve`: pages that are in the view now, and by tier how many of them came from there."""
+    """Outcome of `retrieve`: pages that are in the view now, and by tier how many of them were copied from there."""
 
     pages: int
     tiers: dict[str, int]
@@ -116,6 +116,10 @@ def retrieve(
     deadline = None if seconds is None else time.monotonic() + seconds
     for _ in range(TRIES):
         held = client.hold(model, keys, places)
+        if held.asked is not None:
+            client.release(held)
+            yield Wait(held.asked, _left(deadline))
+            held = client.hold(model, keys, places)
         try:
             loaded, broken = yield from _load(client, model, held, view, first_page, deadline)
         finally:
@@ -149,8 +153,7 @@ def _load(
                 broken = True
                 break
             if granted[0].wait is not None:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                if not (yield Wait(granted[0].wait, left)):
+                if not (yield Wait(granted[0].wait, _left(deadline))):
                     broken = True
                     break
                 continue
@@ -159,12 +162,15 @@ def _load(
             if grant.source is None:
                 break
             part = parts[number + ready]
-            if part.first + part.pages > first_page:
-                yield Copy(_scatter(view, part.group, part.first, part.pages, grant.source))
-                copied_bytes += len(grant.source)
-            if part.group == parts[0].group:
-                tiers[grant.tier] = tiers.get(grant.tier, 0) + part.pages
             ready += 1
+            there = max(0, first_page - part.first)
+            if there >= part.pages:
+                continue
+            source = grant.source[len(grant.source) // part.pages * there :]
+            yield Copy(_scatter(view, part.group, part.first + there, part.pages - there, source))
+            copied_bytes += len(source)
+            if part.group == parts[0].group:
+                tiers[grant.tier] = tiers.get(grant.tier, 0) + part.pages - there
         client.consume(held, ready)
         number += ready
         granted = granted[ready:]
@@ -177,6 +183,10 @@ def _load(
         pages = parts[number].first if single else 0
         tiers = tiers if single else {}
     return Loaded(pages, tiers), broken
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _scatter(view: KVView, group: int, first: int, pages: int, source: memoryview) -> Callable[[], None]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import BackendError
@@ -22,37 +22,36 @@ FRESH = 1.0
 MOST_KEYS = 1024
 _REMEMBERED = 4096
 
+Prompt = tuple[bytes, bytes, int]
+"""Space, last page, and places that were asked."""
+
 
 class Prober:
     """Probes of one node."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._answered: dict[tuple[bytes, bytes, int], float] = {}
-        """When each prompt's answer grows old; infinity while it is being asked for."""
+        self._asking: dict[Prompt, Future[None]] = {}
+        self._fresh: dict[Prompt, float] = {}
+        """Until when an answer is good, in order of answers."""
         self._runners = [runner for runner in node.runners if not isinstance(runner.backend, Scannable)]
 
-    def wanted(self, spaces: Sequence[Space], keys: Sequence[bytes], first_page: int, places: int) -> bool:
-        """Start asking for the chunks of `keys` behind `first_page` unless there is a fresh answer. Called under the
-        node's mutex, on any thread. Returns whether an answer is being waited for."""
+    def ask(self, spaces: Sequence[Space], keys: Sequence[bytes], first_page: int, places: int) -> Future[None] | None:
+        """Ask for the chunks of `keys` behind `first_page`. Called under the node's mutex, on any thread. Returns what
+        is done when the answer is there, None if there is nobody to ask or a fresh answer."""
         runners = [runner for runner in self._runners if runner.up and places & tier_bit(runner.number)]
         if not runners or not keys:
-            return False
+            return None
         prompt = (spaces[0].digest, keys[-1], places)
-        until = self._answered.get(prompt, 0.0)
-        if until == math.inf:
-            return True
-        if until > time.monotonic():
-            return False
-        while len(self._answered) >= _REMEMBERED:
-            del self._answered[next(iter(self._answered))]
-        self._answered[prompt] = math.inf
-        self._node.start(self._ask(prompt, runners, spaces, keys, first_page))
-        return True
+        asking = self._asking.get(prompt)
+        if asking is None and self._fresh.get(prompt, 0.0) <= time.monotonic():
+            asking = self._node.start(self._ask(prompt, runners, spaces, keys, first_page))
+            self._asking[prompt] = asking
+        return asking
 
     async def _ask(
         self,
-        prompt: tuple[bytes, bytes, int],
+        prompt: Prompt,
         runners: Sequence[TierRunner],
         spaces: Sequence[Space],
         keys: Sequence[bytes],
@@ -61,7 +60,12 @@ class Prober:
         try:
             await asyncio.gather(*(self._ask_tier(runner, spaces, keys, first_page) for runner in runners))
         finally:
-            self._answered[prompt] = time.monotonic() + FRESH
+            with self._node.mutex:
+                del self._asking[prompt]
+                self._fresh.pop(prompt, None)
+                self._fresh[prompt] = time.monotonic() + FRESH
+                while len(self._fresh) > _REMEMBERED:
+                    del self._fresh[next(iter(self._fresh))]
 
     async def _ask_tier(
         self, runner: TierRunner, spaces: Sequence[Space], keys: Sequence[bytes], first_page: int

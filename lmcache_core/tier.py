@@ -46,7 +46,7 @@ class TierEvents(Protocol):
     """What a tier tells the node. Called on the event loop."""
 
     def loaded(self, load: Load, result: ReadResult | None, seconds: float) -> None:
-        """A read has ended; None stands for a failure."""
+        """A read has ended; None stands for a failure. `seconds` is its share of the call it was part of."""
 
     def dropped(self, load: Load) -> None:
         """A read was not carried out; that says nothing about the chunk."""
@@ -55,7 +55,7 @@ class TierEvents(Protocol):
         """The deadline of a read has passed; it goes on."""
 
     def wrote(self, write: Write, result: WriteResult | None, seconds: float) -> None:
-        """A write has ended; None stands for a failure."""
+        """A write has ended; None stands for a failure. `seconds` is its share of the call it was part of."""
 
     def late_write(self, write: Write) -> None:
         """The deadline of a write has passed; it goes on."""
@@ -223,22 +223,21 @@ class TierRunner:
 
     async def _read(self, loads: list[Load]) -> None:
         loop = asyncio.get_running_loop()
-        started = loop.time()
-        wanted = []
-        for load in loads:
-            if load.late or load.doomed:
-                self._untimed(load)
-                self._events.dropped(load)
-            else:
-                wanted.append(load)
+        wanted = [load for load in loads if not (load.late or load.doomed)]
+        left = set(loads)
         try:
             if wanted:
+                started = loop.time()
                 results = await self._results(wanted)
-                seconds = loop.time() - started
+                seconds = (loop.time() - started) / len(wanted)
                 for load, result in zip(wanted, results, strict=True):
+                    left.discard(load)
                     self._untimed(load)
                     self._events.loaded(load, result, seconds)
         finally:
+            for load in left:  # nobody wants it any more, or the tier is being closed
+                self._untimed(load)
+                self._events.dropped(load)
             self._reading -= 1
             self._pump()
 
@@ -380,7 +379,7 @@ class TierRunner:
             if late:
                 self.quarantined -= size
             for write, result in zip(writes, results, strict=True):
-                self._events.wrote(write, result, loop.time() - started)
+                self._events.wrote(write, result, (loop.time() - started) / len(writes))
 
     async def _change(self, mutation: Mutation) -> None:
         work = self._verb(mutation)

@@ -300,7 +300,7 @@ def _names(decision: object) -> set[object]:
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=250, stateful_step_count=80, deadline=None, derandomize=True)
+TestIndexMachine.settings = settings(max_examples=120, stateful_step_count=80, deadline=None, derandomize=True)
 
 
 def test_a_slot_cannot_be_released_twice() -> None:

@@ -85,11 +85,12 @@ def test_first_token_leaves_the_pages_in_front_of_it_alone() -> None:
         store(cache, "abcdefgh")
         prompt = cache.prompt(tokens("abcdefgh"))
         view = PageView(8)
-        view.rows[0][:4] = 7
-        got = cache.retrieve(prompt, view, first_token=4 * PAGE_TOKENS)
-        assert got.tokens == 8 * PAGE_TOKENS
-        assert (view.rows[0][:4] == 7).all()
-        assert view.wrong(prompt.keys, 8, first=4) == 0
+        view.rows[0][:5] = 7
+        got = cache.retrieve(prompt, view, first_token=5 * PAGE_TOKENS)
+        assert (got.tokens, got.tiers) == (8 * PAGE_TOKENS, {"cpu": 3 * PAGE_TOKENS})
+        assert (view.rows[0][:5] == 7).all()
+        assert view.wrong(prompt.keys, 8, first=5) == 0
+        assert view.scattered == [(0, 5, 3)]
 
 
 def test_max_tokens_bounds_a_retrieve() -> None:

@@ -404,3 +404,28 @@ def test_threads_at_once_share_reads_and_writes() -> None:
         assert got == [4] * 6
         assert [count for verb, count in shelf.calls if verb == "read"] == [1]
         at_rest(cache)
+
+
+def test_closing_ends_what_waits_for_a_hanging_tier() -> None:
+    slow = Slow(CpuBackend(CpuOptions()))
+    cache = open_cache(slow, tiers=[{"read_timeout": 3600.0}])
+    store(cache, "abcd")
+    cache.clear(["cpu"])
+    slow.hang("read")
+    got: list[int] = []
+    waiting = threading.Thread(target=lambda: got.append(retrieve(cache, "abcd")))
+    waiting.start()
+    assert slow.wait_until_hanging()
+    cache.client.node.close(grace=0.1)  # type: ignore[attr-defined]
+    waiting.join(20)
+    assert got == [0]
+
+
+def test_a_retrieve_asks_tiers_that_cannot_be_listed_first() -> None:
+    shared = CpuBackend(CpuOptions())
+    with open_cache(shared) as writer:
+        store(writer, "abcdefghij")
+        with open_cache(_Share(shared)) as reader:
+            assert retrieve(reader, "abcdefgh") == 8
+            assert retrieve(reader, "xyz") == 0
+            assert counted(reader, "retrieved_tokens", "t0") == 8 * PAGE_TOKENS
