@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lmcache_core.config import Config, LoadedConfig, load_config
+from lmcache_core.config import Config, InvalidSetting, LoadedConfig, load_config
+from lmcache_core.config.rules import check
 from lmcache_core.direct import DirectClient
+from lmcache_core.errors import ConfigError
 from lmcache_core.node import Node
 from lmcache_core.plugins import load_backend
 
@@ -27,6 +29,10 @@ def build_node(source: str | Path | dict[str, Any] | Config | LoadedConfig | Non
         config = source.config
     elif isinstance(source, Config):
         config = source
+        try:
+            check(config)
+        except InvalidSetting as invalid:
+            raise ConfigError(str(invalid)) from invalid
     else:
         config = load_config(source).config
     node = Node(config, [load_backend(tier.backend).create(tier.options) for tier in config.tiers])

@@ -29,7 +29,6 @@ from lmcache_core.index.residency import CPU
 from lmcache_core.namespace import Namespace
 from lmcache_core.node import Node
 from lmcache_core.operations import AHEAD
-from lmcache_core.protocols import CountsEvents
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +303,7 @@ class DirectClient:
                     len(tier.policy),
                     runner.queued,
                     runner.quarantined,
-                    runner.backend.counters() if isinstance(runner.backend, CountsEvents) else {},
+                    runner.counters(),
                 )
                 for runner, tier in zip(node.runners, index.tiers, strict=True)
             ]

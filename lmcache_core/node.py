@@ -312,9 +312,9 @@ class Node:
     def _measure(self, index: Index, number: int) -> None:
         """A backend's own word on its capacity goes before the configured one if it is smaller."""
         tier, usage = index.tiers[number], self.runners[number].usage()
-        if usage is not None and usage[1] is not None:
+        if usage is not None and usage.capacity is not None:
             configured = tier.rules.capacity
-            tier.capacity = usage[1] if configured is None else min(configured, usage[1])
+            tier.capacity = usage.capacity if configured is None else min(configured, usage.capacity)
 
 
 class _Locked:

@@ -87,7 +87,11 @@ def load_backend(name: str) -> BackendPlugin:
         raise plugin.error(f"lmcache_backend_options returned {options_type!r}; it must return a msgspec.Struct type")
     if not options_type.__struct_config__.forbid_unknown_fields:
         raise plugin.error(f"declare {options_type.__name__} with forbid_unknown_fields=True: typing errors must show")
-    if taken := sorted(_TIER_KEYS & {field.key for field in fields_of(options_type)}):
+    try:
+        keys = {field.key for field in fields_of(options_type)}
+    except Exception as error:  # annotations are evaluated here, so a plugin may raise anything
+        raise plugin.error(f"its options {options_type.__name__} cannot be read: {error}") from error
+    if taken := sorted(_TIER_KEYS & keys):
         raise plugin.error(f"option {taken[0]!r} is a key of every tier; rename it")
 
     def create(options: Any) -> StorageBackend:

@@ -246,7 +246,8 @@ class Transfer(Protocol):
 
         Args:
             layers: For each layer its tensor, or its K and V tensors.
-            dims: Names of the tensors' axes, one letter each: `b`lock, `t`oken, `h`ead, `d`im, `2` (K and V), `1`, `o`paque.
+            dims: Names of the tensors' axes, one letter each: `b`lock, `t`oken, `h`ead, `d`im, `2` (K and V), `1` (an
+                axis of size one), `o`paque.
             page_tokens: Tokens of a page.
             block_tokens: Tokens of a block, where the axes don't tell.
             layout: How pages shall lie in chunks.

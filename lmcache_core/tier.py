@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from lmcache_core import frame
@@ -21,6 +21,7 @@ from lmcache_core.protocols import (
     Abortable,
     Chunk,
     ChunkKey,
+    CountsEvents,
     Describes,
     ReadResult,
     RemembersUse,
@@ -28,6 +29,7 @@ from lmcache_core.protocols import (
     Scannable,
     StorageBackend,
     Stored,
+    Usage,
     WriteResult,
 )
 from lmcache_core.ratelog import RateLog
@@ -443,12 +445,25 @@ class TierRunner:
                 self._breaker.close()
                 self._log.info("tier %s is back", self.config.name)
 
-    def usage(self) -> tuple[int, int | None] | None:
-        """Bytes held and bytes that may be, as the backend tells them, if it does."""
-        if self.up and isinstance(self.backend, ReportsUsage):
-            usage = self.backend.usage()
-            return usage.nbytes, usage.capacity
-        return None
+    def usage(self) -> Usage | None:
+        """What the backend holds, if it tells."""
+        if not self.up or not isinstance(self.backend, ReportsUsage):
+            return None
+        try:
+            return self.backend.usage()
+        except Exception as error:  # noqa: BLE001 a plugin may raise anything: that must not stop the node's clock
+            self._log.warning("usage", "tier %s cannot tell its usage: %s", self.config.name, error)
+            return None
+
+    def counters(self) -> Mapping[str, int]:
+        """What the backend counts, if it does."""
+        if not isinstance(self.backend, CountsEvents):
+            return {}
+        try:
+            return self.backend.counters()
+        except Exception as error:  # noqa: BLE001 a plugin may raise anything: that must not hide other figures
+            self._log.warning("counters", "tier %s cannot tell its counters: %s", self.config.name, error)
+            return {}
 
 
 def _take(queue: deque[Load], size: Callable[[Load], int]) -> list[Load]:

@@ -38,6 +38,8 @@ def _problems(config: Config) -> Iterator[tuple[Key, str]]:
     for number, tier in enumerate(config.tiers):
         key: Key = ("tiers", number)
         yield from _tier(key, tier)
+        if tier.name == "cpu":
+            yield (*key, "name"), "'cpu' is the host pool's name; give the tier another, as in 'name: memory'"
         if tier.name in seen:
             first = dotted(("tiers", seen[tier.name]))
             yield (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lmcache_core.index import POOL, TierRules, tier_bit
-from lmcache_core.index.decisions import Delete, Read, Touch, Write
+from lmcache_core.index.decisions import Delete, Load, Read, Touch, Write
 from lmcache_core.index.policy import Lru, S3Fifo
-from lmcache_core.protocols import ReadResult, WriteResult
-from tests.index.world import World, prompt
+from lmcache_core.protocols import ReadResult, Stored, WriteResult
+from tests.index.world import World, content, prompt
 
 DISK = tier_bit(0)
 
@@ -383,3 +383,48 @@ def test_a_policy_offers_every_entry_once(policy: Lru | S3Fifo) -> None:
     assert len(offered) == len(entries)
     assert set(offered) == set(entries)
     assert len(policy) == len(entries)
+
+
+def test_a_chunk_that_is_cleared_while_it_is_read_does_not_come_back() -> None:
+    world = World(4, [TierRules("disk")])
+    evicted_from_memory(world, abc("aaaa"))
+    load = world.index.load(world.find(abc("aaaa")).pieces[0].entry)
+    assert load is not None
+    told: list[bool] = []
+    load.waiters.append(told.append)
+    world.index.clear(world.spaces, -1)
+    world.take()
+    read = world.pending.pop(0)
+    world.run()  # the deletion overtakes nothing: the read had started
+    world.media[0][load.entry.chunk_key] = (stored_of(load), content(load.entry))
+    world.carry_out(read)
+    assert told == [False]
+    assert (world.pages(abc("aaaa")), world.pool.slots, world.entries()) == (0, 0, [])
+
+
+def stored_of(load: Load) -> Stored:
+    entry = load.entry
+    return Stored(entry.chunk_key, entry.pages, entry.nbytes, entry.parent)
+
+
+def test_a_chunk_that_is_cleared_while_it_is_written_is_deleted_afterwards() -> None:
+    world = World(4, [TierRules("disk")])
+    world.store(abc("aaaa"))
+    world.index.clear(world.spaces, -1)
+    world.take()
+    world.run()
+    assert (world.media[0], world.pages(abc("aaaa")), world.index.tiers[0].used) == ({}, 0, 0)
+
+
+def test_a_write_that_ends_while_its_tier_is_scanned_is_counted_once() -> None:
+    world = World(4, [TierRules("disk")])
+    world.run()
+    world.store(abc("aaaa"))
+    write = world.pending[0]
+    assert isinstance(write, Write)
+    entry = write.entry
+    stored = Stored(entry.chunk_key, entry.pages, entry.nbytes, entry.parent)
+    world.index.scanned(world.index.tiers[0], [stored])
+    world.run()
+    assert world.index.tiers[0].used == entry.nbytes
+    assert world.pages(abc("aaaa"), DISK) == 4
