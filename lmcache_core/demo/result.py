@@ -16,13 +16,13 @@ FOLLOW_UP = "follow-up"
 
 WORDS = {
     "cold": "without cache",
-    "filling": "first time with cache, which fills it",
-    "memory": "same prompt, from memory",
-    "question": "another question, from memory",
-    "turn": "next turn, from memory",
-    "disk": "same prompt, from disk after a restart",
-    "disk question": "another question, from disk",
-    "disk turn": "next turn, from disk",
+    "filling": "first time with cache",
+    "memory": "same prompt, memory",
+    "question": "other question, memory",
+    "turn": "next turn, memory",
+    "disk": "same prompt, disk",
+    "disk question": "other question, disk",
+    "disk turn": "next turn, disk",
 }
 """Kinds of measurement that are shown."""
 
