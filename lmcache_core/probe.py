@@ -78,8 +78,7 @@ class Prober:
             runner.failed(error, "failed to look up")
 
     async def _ask_space(self, runner: TierRunner, space: Space, keys: Sequence[bytes], first_page: int) -> None:
-        geometry = space.geometry
-        assert geometry is not None
+        geometry = space.known
         size = geometry.chunk_pages
         chunks = chunks_to_store(geometry.kind, len(keys), size, geometry.window_pages, (len(keys),))
         chunks = [(first, pages) for first, pages in chunks if first + pages > first_page][:MOST_KEYS]

@@ -135,10 +135,13 @@ class TierRunner:
         await self._call(self.backend.open(), OPEN_TIMEOUT)
         self._events.reset(self.number)
         if isinstance(self.backend, Scannable):
-            async for batch in self.backend.scan():
-                self._events.scanned(self.number, batch)
+            await self._call(self._scan(self.backend), OPEN_TIMEOUT)
         self.up = True
         self._events.opened(self.number)
+
+    async def _scan(self, backend: Scannable) -> None:
+        async for batch in backend.scan():
+            self._events.scanned(self.number, batch)
 
     async def close(self, grace: float) -> None:
         """Finish what is queued within `grace` seconds and close the backend."""

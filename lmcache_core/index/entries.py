@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lmcache_core.errors import LayoutError
 from lmcache_core.frame import FrameShape, shape
 from lmcache_core.namespace import GroupKind
 from lmcache_core.protocols import ChunkKey
@@ -115,10 +116,26 @@ class Space:
         self._holders: dict[bytes, dict[Entry, None]] = {}
         self._children: dict[bytes, set[Entry]] = {}
 
+    @property
+    def known(self) -> Geometry:
+        """The geometry of a space that has been registered.
+
+        Raises:
+            LayoutError: It has not been.
+        """
+        if self.geometry is None:
+            raise LayoutError("the namespace has not been registered with the node")
+        return self.geometry
+
+    @property
+    def kind(self) -> GroupKind:
+        """The rule by which a prefix can be restored."""
+        return self.known.kind
+
     def form(self, pages: int) -> FrameShape:
         """Sizes of a frame of `pages` pages."""
-        assert self.geometry is not None, "the space has not been registered"
-        return shape(pages, self.geometry.shards, self.geometry.page_bytes)
+        geometry = self.known
+        return shape(pages, geometry.shards, geometry.page_bytes)
 
     def enter(self, entry: Entry) -> None:
         """Make an entry findable."""
@@ -170,8 +187,7 @@ class Space:
     def run(self, keys: Sequence[bytes], first: int, places: int) -> tuple[Entry, int] | None:
         """The longest run of pages `keys[first:]` inside one window that one readable chunk starts with: the chunk
         and the number of pages. `first` is the start of a window, `places` a mask of places that can be read."""
-        assert self.geometry is not None
-        size = self.geometry.chunk_pages
+        size = self.known.chunk_pages
         full = first + size
         if full <= len(keys):
             entry = self.chunks.get(keys[full - 1])

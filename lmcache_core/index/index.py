@@ -1,4 +1,4 @@
-"""`Index`: the events of lookups, stores and loads, over `Residency`.
+"""`Index`: namespaces, leases, stores, pins and the passing of time, over `Loading` and `Residency`.
 
 Every method runs on the caller's thread under the node's one mutex. What has to be done besides is appended to
 `out` as decisions; the node takes them and answers with further events.
@@ -13,15 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from lmcache_core.counts import Counts
 from lmcache_core.errors import LayoutError, UsageError
 from lmcache_core.hostpool import HostPool
-from lmcache_core.index.boundary import chunks_to_store, restorable, window_start
+from lmcache_core.index.boundary import chunks_to_store
 from lmcache_core.index.decisions import (
-    Delete,
     Describe,
     Found,
     Lease,
-    Load,
-    Piece,
-    Read,
     Refusal,
     Reservation,
     StorePlan,
@@ -29,17 +25,19 @@ from lmcache_core.index.decisions import (
     Write,
 )
 from lmcache_core.index.entries import POOL, Entry, Geometry, Space
+from lmcache_core.index.finding import find
+from lmcache_core.index.loading import Loading
 from lmcache_core.index.policy import PolicyName
-from lmcache_core.index.residency import CPU, Residency
-from lmcache_core.index.tiers import TierRules, TierState
+from lmcache_core.index.residency import CPU
+from lmcache_core.index.tiers import TierRules
 from lmcache_core.namespace import GroupKind
-from lmcache_core.protocols import ChunkKey, ReadResult, Stored, WriteResult
+from lmcache_core.protocols import WriteResult
 
 EVERYWHERE = -1
 """Mask of all places."""
 
 
-class Index(Residency):
+class Index(Loading):
     """What is where, for all namespaces of a node.
 
     Args:
@@ -96,86 +94,8 @@ class Index(Residency):
     # Lookup
 
     def find(self, spaces: Sequence[Space], keys: Sequence[bytes], places: int = EVERYWHERE) -> Found:
-        """The longest prefix of a prompt that all groups can be restored to. Changes nothing.
-
-        Args:
-            spaces: The groups of a namespace, in order.
-            keys: Keys of the prompt's whole pages.
-            places: Places to look in.
-        """
-        readable = self.readable & places
-        if len(spaces) == 1 and _kind(spaces[0]) is GroupKind.FULL:
-            return self._prefix(spaces[0], 0, keys, readable)
-        full = [
-            self._prefix(space, group, keys, readable)
-            for group, space in enumerate(spaces)
-            if _kind(space) is GroupKind.FULL
-        ]
-        limit = min((found.pages for found in full), default=len(keys))
-        head = keys[:limit]
-        windows = [
-            (_geometry(space).window_pages, self._held(space, head, readable))
-            for space in spaces
-            if _kind(space) is GroupKind.WINDOW
-        ]
-        states = [
-            {number + 1 for number in range(limit) if self._run(space, head, number, readable)}
-            for space in spaces
-            if _kind(space) is GroupKind.STATE
-        ]
-        boundary = restorable(limit, windows, states)
-        pieces: list[Piece] = []
-        for group, space in enumerate(spaces):
-            pieces += self._pieces(space, group, keys[:boundary], readable)
-        return Found(boundary, pieces)
-
-    def _run(self, space: Space, keys: Sequence[bytes], first: int, places: int) -> tuple[Entry, int] | None:
-        found = space.run(keys, first, places)
-        if found is not None:
-            load = found[0].load
-            if load is not None and load.late and not found[0].where & POOL:
-                return None
-        return found
-
-    def _prefix(self, space: Space, group: int, keys: Sequence[bytes], places: int) -> Found:
-        pieces: list[Piece] = []
-        step = _geometry(space).chunk_pages
-        first = 0
-        while first < len(keys):
-            found = self._run(space, keys, first, places)
-            if found is None:
-                break
-            pieces.append(Piece(group, found[0], first, found[1]))
-            first += found[1]
-            if found[1] < step:
-                break
-        return Found(first, pieces)
-
-    def _held(self, space: Space, keys: Sequence[bytes], places: int) -> list[bool]:
-        held = [False] * len(keys)
-        for first in range(0, len(keys), _geometry(space).chunk_pages):
-            found = self._run(space, keys, first, places)
-            if found is not None:
-                held[first : first + found[1]] = [True] * found[1]
-        return held
-
-    def _pieces(self, space: Space, group: int, keys: Sequence[bytes], places: int) -> list[Piece]:
-        """What a group needs to be restored to the end of `keys`, given that it can be."""
-        geometry = _geometry(space)
-        if not keys:
-            return []
-        first = 0
-        if geometry.kind is GroupKind.STATE:
-            first = len(keys) - 1
-        elif geometry.kind is GroupKind.WINDOW:
-            first = window_start(len(keys), geometry.window_pages) // geometry.chunk_pages * geometry.chunk_pages
-        pieces = []
-        while first < len(keys):
-            found = self._run(space, keys, first, places)
-            assert found is not None, "a boundary that a group does not reach"
-            pieces.append(Piece(group, found[0], first, found[1]))
-            first += found[1]
-        return pieces
+        """What can be restored of a prompt from `places`; see `finding.find`."""
+        return find(spaces, keys, self.readable & places)
 
     def lease(self, found: Found) -> Lease:
         """Keep what was found, and note its use: chunks are touched from tail to head, so that tails go first."""
@@ -237,7 +157,7 @@ class Index(Residency):
         """
         plan = StorePlan([], [], places)
         for group, space in enumerate(spaces):
-            geometry = _geometry(space)
+            geometry = space.known
             chunks = chunks_to_store(
                 geometry.kind, len(keys), geometry.chunk_pages, geometry.window_pages, at or (len(keys),)
             )
@@ -266,7 +186,7 @@ class Index(Residency):
         if key in space.staged:
             plan.present += pages
             return
-        chained = _kind(space) is GroupKind.FULL
+        chained = space.kind is GroupKind.FULL
         if first < first_page or (chained and first and not self._has_parent(space, keys[first - 1])):
             plan.dropped += pages
             self.counts.add("dropped_chunks", Refusal.NO_PARENT.value)
@@ -282,7 +202,7 @@ class Index(Residency):
             self.counts.add("dropped_chunks", Refusal.POOL_FULL.value)
             return
         space.staged[key] = made
-        plan.reservations.append(Reservation(made, slot, group, first, set(range(_geometry(space).shards))))
+        plan.reservations.append(Reservation(made, slot, group, first, set(range(space.known.shards))))
         plan.touched.append(made)
 
     def _has_parent(self, space: Space, key: bytes) -> bool:
@@ -366,7 +286,7 @@ class Index(Residency):
     def _supersede(self, entry: Entry, places: int) -> None:
         """Remove the tails that a longer chunk of the same window replaces from `places`, where it is itself."""
         space = entry.space
-        if _kind(space) is GroupKind.STATE:
+        if space.kind is GroupKind.STATE:
             return
         for page in entry.pages[:-1]:
             tail = space.chunks.get(page)
@@ -374,109 +294,6 @@ class Index(Residency):
                 continue
             if tail.slot is None or tail.slot.references == 1 or tail.writing:
                 self.remove([tail], places, label="superseded_chunks")
-
-    # Load
-
-    def load(self, entry: Entry) -> Load | None:
-        """Start reading a chunk into the pool, or join the read under way. None if it cannot be read or there is no
-        room; the caller has made sure that it is not in the pool."""
-        if entry.load is not None:
-            return None if entry.load.late else entry.load
-        tier = self._source(entry, self.readable)
-        if tier is None:
-            return None
-        slot = self.allocate(entry.form)
-        if slot is None:
-            self.counts.add("dropped_chunks", Refusal.POOL_FULL.value)
-            return None
-        entry.load = Load(entry, slot, tier.number)
-        self.out.append(Read(entry.load))
-        return entry.load
-
-    def _source(self, entry: Entry, places: int) -> TierState | None:
-        for tier in self.tiers:
-            if entry.where & places & tier.bit:
-                return tier
-        return None
-
-    def loaded(self, load: Load, result: ReadResult | None) -> bool:
-        """Event: a read has ended; None stands for a failure. Returns whether its waiters can be told now (a read from
-        another tier may have been started instead)."""
-        entry, tier = load.entry, self.tiers[load.tier]
-        name = tier.rules.name
-        if result is ReadResult.HIT and not load.doomed:
-            self.counts.add("read_chunks", name)
-            self.counts.add("read_bytes", name, entry.nbytes)
-            entry.load = None
-            load.slot.sealed = True
-            self.enter_pool(entry, load.slot)
-            self.line_up(entry)
-            return True
-        if result is not ReadResult.HIT:
-            reason = {ReadResult.CORRUPT: "corrupt_chunks", ReadResult.MISS: "vanished_chunks"}
-            self.counts.add(reason[result] if result else "failed_reads", name)
-            self.lose(tier, entry, delete=result is not ReadResult.MISS and tier.up)
-            other = self._source(entry, self.readable & ~tier.bit)
-            if other is not None and not load.late and not load.doomed:
-                load.tier = other.number
-                self.out.append(Read(load))
-                return False
-        entry.load = None
-        load.slot.release()
-        self.forget_if_gone(entry)
-        return True
-
-    def dropped(self, load: Load) -> None:
-        """Event: a read was not carried out, which says nothing about the chunk."""
-        load.entry.load = None
-        load.slot.release()
-        self.forget_if_gone(load.entry)
-
-    def gave_up(self, load: Load) -> bool:
-        """Event: the deadline of a read has passed. Its slot stays out of use until the read has ended. Returns whether
-        there is anybody to tell."""
-        if load.entry.load is not load or load.late:
-            return False
-        load.late = True
-        self.counts.add("late_reads", self.tiers[load.tier].rules.name)
-        return True
-
-    # Tiers
-
-    def scanned(self, tier: TierState, batch: Iterable[Stored]) -> None:
-        """Event: chunks found on a tier, least recently used first. Those of a namespace that nobody has registered yet
-        are known by size alone."""
-        for stored in batch:
-            space = self.spaces.setdefault(stored.key.space, Space(stored.key.space))
-            known = space.chunks.get(stored.key.page)
-            if known is None:
-                geometry = space.geometry
-                if geometry is not None and stored.nbytes != space.form(len(stored.pages)).nbytes:
-                    self.out.append(Delete(tier.number, [stored.key]))
-                    continue
-                known = Entry(space, stored.pages, stored.parent, stored.nbytes)
-                space.enter(known)
-                if geometry is None or geometry.kind is GroupKind.FULL:
-                    space.adopt(known)
-            if not (known.where | known.writing) & tier.bit:
-                tier.used += known.nbytes
-                tier.gained(known)
-
-    def tier_opened(self, tier: TierState) -> None:
-        """Event: a tier can be used from now on; a scan, where it has one, has been reported."""
-        self.set_up(tier, True)
-        self.out += [Describe(tier.number, space) for space in self.spaces.values() if space.geometry is not None]
-
-    def reset_tier(self, tier: TierState) -> None:
-        """Event: what a tier holds is unknown; a scan follows."""
-        for space in list(self.spaces.values()):
-            for entry in list(space.chunks.values()):
-                self.lose(tier, entry, delete=False)
-
-    def learned(self, tier: TierState, space: Space, pages: tuple[bytes, ...], parent: bytes) -> None:
-        """Event: a tier that cannot be listed was asked for a chunk and has it."""
-        nbytes = space.form(len(pages)).nbytes
-        self.scanned(tier, [Stored(ChunkKey(space.digest, pages[-1]), pages, nbytes, parent)])
 
     def tick(self) -> None:
         """Event: time has passed. Ends leases, passes on uses, keeps tiers within their capacity."""
@@ -531,16 +348,6 @@ class Index(Residency):
                     self.unpin([entry] * entry.pins)
             removed += self.remove(entries, places)
         return removed
-
-
-def _geometry(space: Space) -> Geometry:
-    if space.geometry is None:
-        raise LayoutError("the namespace has not been registered with the node")
-    return space.geometry
-
-
-def _kind(space: Space) -> GroupKind:
-    return _geometry(space).kind
 
 
 __all__ = ["CPU", "EVERYWHERE", "Index"]

@@ -6,7 +6,7 @@ import random
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lmcache_core.hostpool import Slot
@@ -300,7 +300,13 @@ def _names(decision: object) -> set[object]:
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=120, stateful_step_count=80, deadline=None, derandomize=True)
+TestIndexMachine.settings = settings(
+    max_examples=120,
+    stateful_step_count=80,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 def test_a_slot_cannot_be_released_twice() -> None:

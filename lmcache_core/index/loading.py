@@ -1,0 +1,119 @@
+"""Reading chunks from tiers into the pool, and learning what tiers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lmcache_core.index.decisions import Delete, Describe, Load, Read, Refusal
+from lmcache_core.index.entries import Entry, Space
+from lmcache_core.index.residency import Residency
+from lmcache_core.index.tiers import TierState
+from lmcache_core.namespace import GroupKind
+from lmcache_core.protocols import ChunkKey, ReadResult, Stored
+
+
+class Loading(Residency):
+    """Residency, and the events by which chunks become known and loaded. `spaces` are all namespaces' groups."""
+
+    spaces: dict[bytes, Space]
+
+    def load(self, entry: Entry) -> Load | None:
+        """Start reading a chunk into the pool, or join the read under way. None if it cannot be read or there is no
+        room; the caller has made sure that it is not in the pool."""
+        if entry.load is not None:
+            return None if entry.load.late else entry.load
+        tier = self._source(entry, self.readable)
+        if tier is None:
+            return None
+        slot = self.allocate(entry.form)
+        if slot is None:
+            self.counts.add("dropped_chunks", Refusal.POOL_FULL.value)
+            return None
+        entry.load = Load(entry, slot, tier.number)
+        self.out.append(Read(entry.load))
+        return entry.load
+
+    def _source(self, entry: Entry, places: int) -> TierState | None:
+        for tier in self.tiers:
+            if entry.where & places & tier.bit:
+                return tier
+        return None
+
+    def loaded(self, load: Load, result: ReadResult | None) -> bool:
+        """Event: a read has ended; None stands for a failure. Returns whether its waiters can be told now (a read from
+        another tier may have been started instead)."""
+        entry, tier = load.entry, self.tiers[load.tier]
+        name = tier.rules.name
+        if result is ReadResult.HIT and not load.doomed:
+            self.counts.add("read_chunks", name)
+            self.counts.add("read_bytes", name, entry.nbytes)
+            entry.load = None
+            load.slot.sealed = True
+            self.enter_pool(entry, load.slot)
+            self.line_up(entry)
+            return True
+        if result is not ReadResult.HIT:
+            reason = {ReadResult.CORRUPT: "corrupt_chunks", ReadResult.MISS: "vanished_chunks"}
+            self.counts.add(reason[result] if result else "failed_reads", name)
+            self.lose(tier, entry, delete=result is not ReadResult.MISS and tier.up)
+            other = self._source(entry, self.readable & ~tier.bit)
+            if other is not None and not load.late and not load.doomed:
+                load.tier = other.number
+                self.out.append(Read(load))
+                return False
+        entry.load = None
+        load.slot.release()
+        self.forget_if_gone(entry)
+        return True
+
+    def dropped(self, load: Load) -> None:
+        """Event: a read was not carried out, which says nothing about the chunk."""
+        load.entry.load = None
+        load.slot.release()
+        self.forget_if_gone(load.entry)
+
+    def gave_up(self, load: Load) -> bool:
+        """Event: the deadline of a read has passed. Its slot stays out of use until the read has ended. Returns whether
+        there is anybody to tell."""
+        if load.entry.load is not load or load.late:
+            return False
+        load.late = True
+        self.counts.add("late_reads", self.tiers[load.tier].rules.name)
+        return True
+
+    # Tiers
+
+    def scanned(self, tier: TierState, batch: Iterable[Stored]) -> None:
+        """Event: chunks found on a tier, least recently used first. Those of a namespace that nobody has registered yet
+        are known by size alone."""
+        for stored in batch:
+            space = self.spaces.setdefault(stored.key.space, Space(stored.key.space))
+            known = space.chunks.get(stored.key.page)
+            if known is None:
+                geometry = space.geometry
+                if geometry is not None and stored.nbytes != space.form(len(stored.pages)).nbytes:
+                    self.out.append(Delete(tier.number, [stored.key]))
+                    continue
+                known = Entry(space, stored.pages, stored.parent, stored.nbytes)
+                space.enter(known)
+                if geometry is None or geometry.kind is GroupKind.FULL:
+                    space.adopt(known)
+            if not (known.where | known.writing) & tier.bit:
+                tier.used += known.nbytes
+                tier.gained(known)
+
+    def tier_opened(self, tier: TierState) -> None:
+        """Event: a tier can be used from now on; a scan, where it has one, has been reported."""
+        self.set_up(tier, True)
+        self.out += [Describe(tier.number, space) for space in self.spaces.values() if space.geometry is not None]
+
+    def reset_tier(self, tier: TierState) -> None:
+        """Event: what a tier holds is unknown; a scan follows."""
+        for space in list(self.spaces.values()):
+            for entry in list(space.chunks.values()):
+                self.lose(tier, entry, delete=False)
+
+    def learned(self, tier: TierState, space: Space, pages: tuple[bytes, ...], parent: bytes) -> None:
+        """Event: a tier that cannot be listed was asked for a chunk and has it."""
+        nbytes = space.form(len(pages)).nbytes
+        self.scanned(tier, [Stored(ChunkKey(space.digest, pages[-1]), pages, nbytes, parent)])
