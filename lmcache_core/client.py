@@ -13,6 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 from lmcache_core.namespace import Namespace
 
+AHEAD = 8
+"""Chunks that are read from tiers ahead of the one being copied."""
+
 
 class Model(Protocol):
     """A namespace that has been registered with a node."""

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from lmcache_core.client import (
+    AHEAD,
     Boundary,
     Finished,
     Grant,
@@ -28,7 +29,6 @@ from lmcache_core.index.index import EVERYWHERE
 from lmcache_core.index.residency import CPU
 from lmcache_core.namespace import Namespace
 from lmcache_core.node import Node
-from lmcache_core.operations import AHEAD
 
 
 @dataclass(frozen=True, slots=True)

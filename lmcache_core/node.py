@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lmcache_core.config import Config, TierConfig
 from lmcache_core.counts import Counts
@@ -29,14 +29,19 @@ from lmcache_core.protocols import ReadResult, RemembersUse, Scannable, StorageB
 from lmcache_core.ratelog import LogWriter, RateLog
 from lmcache_core.tier import TierRunner
 
-if TYPE_CHECKING:
-    from lmcache_core.metrics import MetricsServer
-
 log = logging.getLogger(__name__)
 
 TICK = 0.25
 START_TIMEOUT = 60.0
 CLOSE_TIMEOUT = 30.0
+
+
+class Server(Protocol):
+    """What is closed with the node."""
+
+    def close(self) -> None:
+        """Stop serving."""
+        ...
 
 
 class Node:
@@ -75,7 +80,7 @@ class Node:
         self.closed = False
         self._locked = _Locked(self)
         self._ticking: Future[None] | None = None
-        self.metrics: MetricsServer | None = None
+        self.metrics: Server | None = None
         """Serves the metrics until the node is closed."""
         try:
             self.pool.start_prefault(self.mutex)

@@ -13,13 +13,11 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from lmcache_core.client import Client, Finished, Held, Model
+from lmcache_core.client import AHEAD, Client, Finished, Held, Model
 from lmcache_core.protocols import KVView
 
 T = TypeVar("T")
 
-AHEAD = 8
-"""Chunks that are read from tiers ahead of the one being copied."""
 TRIES = 3
 """How often the boundary is looked for again when a part of a group could not be had."""
 

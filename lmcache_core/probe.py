@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from lmcache_core.errors import BackendError
 from lmcache_core.index import Space, tier_bit
 from lmcache_core.index.boundary import chunks_to_store
 from lmcache_core.protocols import ChunkKey, Scannable
 from lmcache_core.tier import TierRunner
-
-if TYPE_CHECKING:
-    from lmcache_core.node import Node
 
 FRESH = 1.0
 """Seconds for which an answer is not asked for again."""
@@ -26,10 +24,29 @@ Prompt = tuple[bytes, bytes, int]
 """Space, last page, and places that were asked."""
 
 
+class Asker(Protocol):
+    """The node on whose behalf tiers are asked."""
+
+    mutex: threading.Lock
+
+    @property
+    def runners(self) -> Sequence[TierRunner]:
+        """Its tiers."""
+        ...
+
+    def start(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        """Run a coroutine on its event loop."""
+        ...
+
+    def learned(self, number: int, space: Space, found: Sequence[tuple[tuple[bytes, ...], bytes]]) -> None:
+        """A tier holds chunks of those pages and parents."""
+        ...
+
+
 class Prober:
     """Probes of one node."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Asker) -> None:
         self._node = node
         self._asking: dict[Prompt, Future[None]] = {}
         self._fresh: dict[Prompt, float] = {}

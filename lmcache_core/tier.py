@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from lmcache_core import frame
 from lmcache_core.breaker import Breaker
 from lmcache_core.config import TierConfig
 from lmcache_core.errors import BackendError, ConfigError
+from lmcache_core.events import TierEvents
 from lmcache_core.framing import Framer
 from lmcache_core.index.decisions import Delete, Describe, Load, Touch, Write
 from lmcache_core.protocols import (
@@ -28,7 +29,6 @@ from lmcache_core.protocols import (
     ReportsUsage,
     Scannable,
     StorageBackend,
-    Stored,
     Usage,
     WriteResult,
 )
@@ -42,37 +42,6 @@ OPEN_TIMEOUT = 30.0
 _NO_HEADER = bytes(frame.ALIGN)
 
 Mutation = Write | Delete | Touch | Describe
-
-
-class TierEvents(Protocol):
-    """What a tier tells the node. Called on the event loop."""
-
-    def loaded(self, load: Load, result: ReadResult | None, seconds: float) -> None:
-        """A read has ended; None stands for a failure. `seconds` is its share of the call it was part of."""
-
-    def dropped(self, load: Load) -> None:
-        """A read was not carried out; that says nothing about the chunk."""
-
-    def gave_up(self, load: Load) -> None:
-        """The deadline of a read has passed; it goes on."""
-
-    def wrote(self, write: Write, result: WriteResult | None, seconds: float) -> None:
-        """A write has ended; None stands for a failure. `seconds` is its share of the call it was part of."""
-
-    def late_write(self, write: Write) -> None:
-        """The deadline of a write has passed; it goes on."""
-
-    def opened(self, number: int) -> None:
-        """A tier can be used from now on."""
-
-    def lost(self, number: int) -> None:
-        """A tier cannot be used for now."""
-
-    def reset(self, number: int) -> None:
-        """A tier is about to be scanned: nothing is known of what it holds."""
-
-    def scanned(self, number: int, batch: Sequence[Stored]) -> None:
-        """A part of what a tier holds, least recently used first."""
 
 
 class TierRunner:
