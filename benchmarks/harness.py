@@ -16,7 +16,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["FULL", "QUICK", "Buffer", "Row", "Scale", "at_most", "memcpy", "plain", "rate", "seconds", "spinning"]
+__all__ = [
+    "FULL",
+    "QUICK",
+    "Buffer",
+    "Row",
+    "Scale",
+    "against",
+    "at_most",
+    "memcpy",
+    "plain",
+    "rate",
+    "seconds",
+    "spinning",
+]
 
 GB = 1e9
 

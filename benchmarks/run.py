@@ -48,6 +48,16 @@ BARS = {
 }
 """The ratio that a row should reach at least."""
 
+NOTES = {
+    "store.busy": "memcpy was measured without the busy thread",
+    "retrieve.busy": "memcpy was measured without the busy thread",
+    "overhead.store": "a chunk, evicting another",
+    "disk.write": "O_DIRECT on both sides",
+    "disk.read": "O_DIRECT on both sides",
+    "disk.prefetch": "O_DIRECT; to the host pool only",
+    "lookup.busy_without_pause_p99_us": "the interpreter takes the GIL away in some calls",
+}
+
 SUITES: dict[Callable[[Scale], Iterator[Row]], Sequence[str]] = {
     imports: ["import_s", "import_s.cache"],
     hashing: ["keys.list", "keys.array"],
@@ -108,9 +118,9 @@ def _line(row: Row) -> str:
     limit = "" if row.limit is None else f"{row.limit:.4g}"
     ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
     bar = f"{BARS[row.name]:.2f}" if row.name in BARS else ""
-    return f"{row.name:34s}{row.value:10.4g}  {row.unit:8s}{limit:>10s}{ratio:>8s}{bar:>7s}" + "  short" * _is_short(
-        row
-    )
+    figures = f"{row.name:34s}{row.value:10.4g}  {row.unit:8s}{limit:>10s}{ratio:>8s}{bar:>7s}"
+    remarks = [*["short"] * _is_short(row), *([NOTES[row.name]] if row.name in NOTES else [])]
+    return f"{figures}  {'; '.join(remarks)}".rstrip()
 
 
 def _machine() -> dict[str, str]:

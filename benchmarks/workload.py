@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness import Buffer
 from lmcache_core.cache import Cache
 from lmcache_core.frame import shape
 from lmcache_core.namespace import Encoding, Group, GroupKind, Namespace
@@ -44,7 +46,7 @@ class Engine:
     def __init__(self, layers: int, chunks: int, block_tokens: int) -> None:
         self.tokens = chunks * CHUNK_TOKENS
         used = self.tokens // block_tokens
-        self.layers = [_touched((2, used * 3 // 2, block_tokens, HEADS, DIM)) for _ in range(layers)]
+        self.layers = [_tensor((2, used * 3 // 2, block_tokens, HEADS, DIM)) for _ in range(layers)]
         self.block_ids = np.random.default_rng(0).permutation(used * 3 // 2)[:used].tolist()
         self.kv = CpuTransfer().register(self.layers, dims="2bthd", page_tokens=PAGE_TOKENS)
         self.namespace = namespace(self.kv.page_layer_bytes, layers, block_tokens)
@@ -99,5 +101,8 @@ def opened(space: Namespace, capacity: int, tiers: tuple[Mapping[str, Any], ...]
         yield cache
 
 
-def _touched(shape: tuple[int, ...]) -> NDArray[np.uint16]:
-    return np.ones(shape, np.uint16)
+def _tensor(shape: tuple[int, ...]) -> NDArray[np.uint16]:
+    """As torch allocates what is large: from the kernel, 64 bytes behind the start of a page. Made by numpy, those of a
+    second engine would lie in the heap, where the first one's were."""
+    size = math.prod(shape) * ELEMENT
+    return Buffer(size + 64, shared=False).array[64 : 64 + size].view(np.uint16).reshape(shape)
