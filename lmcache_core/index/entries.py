@@ -67,6 +67,11 @@ class Entry:
         """Identity that outlives the object."""
         return (self.space.digest, self.key)
 
+    def readable(self, places: int) -> bool:
+        """Whether it can be read from one of `places` in time: not while a read of it is past its deadline."""
+        where = self.where & places
+        return bool(where) and (self.load is None or not self.load.late or bool(where & POOL))
+
     @property
     def chunk_key(self) -> ChunkKey:
         """Name of the chunk for backends."""
@@ -191,7 +196,7 @@ class Space:
         full = first + size
         if full <= len(keys):
             entry = self.chunks.get(keys[full - 1])
-            if entry is not None and entry.where & places and len(entry.pages) == size:
+            if entry is not None and len(entry.pages) == size and entry.readable(places):
                 return entry, size
         for last in range(min(full, len(keys)) - 1, first - 1, -1):
             length = last - first + 1
@@ -203,6 +208,6 @@ class Space:
     def holder(self, page: bytes, pages: int, places: int) -> Entry | None:
         """A readable chunk whose first `pages` pages end with `page`."""
         for entry in self.holding(page):
-            if entry.where & places and len(entry.pages) >= pages and entry.pages[pages - 1] == page:
+            if len(entry.pages) >= pages and entry.pages[pages - 1] == page and entry.readable(places):
                 return entry
         return None

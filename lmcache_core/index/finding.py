@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lmcache_core.index.boundary import restorable, window_start
 from lmcache_core.index.decisions import Found, Piece
-from lmcache_core.index.entries import POOL, Entry, Space
+from lmcache_core.index.entries import Space
 from lmcache_core.namespace import GroupKind
 
 
@@ -28,7 +28,7 @@ def find(spaces: Sequence[Space], keys: Sequence[bytes], readable: int) -> Found
         (space.known.window_pages, _held(space, head, readable)) for space in spaces if space.kind is GroupKind.WINDOW
     ]
     states = [
-        {number + 1 for number in range(limit) if _run(space, head, number, readable)}
+        {number + 1 for number in range(limit) if space.run(head, number, readable)}
         for space in spaces
         if space.kind is GroupKind.STATE
     ]
@@ -39,21 +39,12 @@ def find(spaces: Sequence[Space], keys: Sequence[bytes], readable: int) -> Found
     return Found(boundary, pieces)
 
 
-def _run(space: Space, keys: Sequence[bytes], first: int, readable: int) -> tuple[Entry, int] | None:
-    found = space.run(keys, first, readable)
-    if found is not None:
-        load = found[0].load
-        if load is not None and load.late and not found[0].where & POOL:
-            return None
-    return found
-
-
 def _prefix(space: Space, group: int, keys: Sequence[bytes], readable: int) -> Found:
     pieces: list[Piece] = []
     step = space.known.chunk_pages
     first = 0
     while first < len(keys):
-        found = _run(space, keys, first, readable)
+        found = space.run(keys, first, readable)
         if found is None:
             break
         pieces.append(Piece(group, found[0], first, found[1]))
@@ -66,7 +57,7 @@ def _prefix(space: Space, group: int, keys: Sequence[bytes], readable: int) -> F
 def _held(space: Space, keys: Sequence[bytes], readable: int) -> list[bool]:
     held = [False] * len(keys)
     for first in range(0, len(keys), space.known.chunk_pages):
-        found = _run(space, keys, first, readable)
+        found = space.run(keys, first, readable)
         if found is not None:
             held[first : first + found[1]] = [True] * found[1]
     return held
@@ -84,7 +75,7 @@ def _pieces(space: Space, group: int, keys: Sequence[bytes], readable: int) -> l
         first = window_start(len(keys), geometry.window_pages) // geometry.chunk_pages * geometry.chunk_pages
     pieces = []
     while first < len(keys):
-        found = _run(space, keys, first, readable)
+        found = space.run(keys, first, readable)
         assert found is not None, "a boundary that a group does not reach"
         pieces.append(Piece(group, found[0], first, found[1]))
         first += found[1]

@@ -158,7 +158,7 @@ class IndexMachine(RuleBasedStateMachine):
             best = 0
             for entry in self.world.spaces[0].chunks.values():
                 late = entry.load is not None and entry.load.late and not entry.where & POOL
-                if not entry.where & self.index.readable or late:
+                if late or not entry.where & self.index.readable:
                     continue
                 run = 0
                 while run < min(len(window), len(entry.pages)) and entry.pages[run] == window[run]:
