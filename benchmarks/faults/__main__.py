@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.faults import crash, frames, logs, owners
+from benchmarks.faults import crash, frames, logs, media, owners, power
 from benchmarks.faults.campaign import Campaign, Fault, Report
 
-FAULTS: list[Fault] = [*frames.FAULTS, *logs.FAULTS, *crash.FAULTS, *owners.FAULTS]
+FAULTS: list[Fault] = [*frames.FAULTS, *logs.FAULTS, *crash.FAULTS, *owners.FAULTS, *power.FAULTS, *media.FAULTS]
 
 ROOT = Path(__file__).parents[2]
 SHOWN = 20
