@@ -11,28 +11,33 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import Row, Scale, plain, rate, seconds
-from benchmarks.workload import Engine, opened
+from benchmarks.harness import Row, Scale, rate, seconds
+from benchmarks.workload import Engine, Nothing, opened
 from lmcache_core.cache import Cache
 from lmcache_core.direct import DirectClient
 
-__all__ = ["disk", "scratch"]
+__all__ = ["ROWS", "disk", "scratch"]
 
 THREADS = 4
 """As the tier's default."""
+ROWS = ["disk.write", "disk.read", "disk.write.slots", "disk.prefetch"]
 KEPT = 1.5
 """Prompts on the tier: a store finds it full and replaces what is oldest, as it is after a day."""
 
 
 def disk(scale: Scale) -> Iterator[Row]:
     """Rows `disk.*`. A write is timed from the engine's blocks to the tier's word that the chunk survives a crash of
-    the process; a read from an empty host pool to the engine's blocks, each byte of it verified."""
+    the process; a read from an empty host pool to the engine's blocks, each byte of it verified. The last two rows
+    leave the engine's blocks out: from and to the host pool."""
     engine = Engine(scale.layers, scale.chunks, 16)
     took: dict[str, list[float]] = defaultdict(list)
     limits: dict[str, list[float]] = defaultdict(list)
 
     def write() -> None:
         assert cache.store(tokens, engine.view()).wait()
+
+    def write_slots() -> None:
+        assert cache.store(engine.prompt(), Nothing()).wait()
 
     def read() -> None:
         assert cache.retrieve(tokens, engine.view()).tiers == {"disk": engine.tokens}
@@ -52,6 +57,7 @@ def disk(scale: Scale) -> Iterator[Row]:
             for number in range(scale.rounds + 2):
                 tokens = engine.prompt()
                 for name, work, limit in (
+                    ("disk.write.slots", write_slots, raw.write),
                     ("disk.write", write, raw.write),
                     ("disk.read", read, raw.read),
                     ("disk.prefetch", prefetch, raw.read),
@@ -62,10 +68,8 @@ def disk(scale: Scale) -> Iterator[Row]:
                 if number < 2:  # places are written for the first time
                     limits.clear()
                     took.clear()
-    for name in ("disk.write", "disk.read"):
+    for name in ROWS:
         yield rate(name, engine.nbytes, took[name], limits[name])
-    row = rate("disk.prefetch", engine.nbytes, took["disk.prefetch"], limits["disk.prefetch"])
-    yield plain(row.name, row.value, row.unit)
 
 
 def _pool(cache: Cache) -> memoryview:

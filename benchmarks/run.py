@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.calls import lookups_beside_a_busy_thread, overhead
+from benchmarks.disks import ROWS as DISK_ROWS
 from benchmarks.disks import disk
 from benchmarks.harness import FULL, QUICK, Row, Scale
 from benchmarks.hashing import hashing
@@ -54,7 +55,8 @@ NOTES = {
     "overhead.store": "a chunk, evicting another",
     "disk.write": "O_DIRECT on both sides",
     "disk.read": "O_DIRECT on both sides",
-    "disk.prefetch": "O_DIRECT; to the host pool only",
+    "disk.write.slots": "O_DIRECT on both sides; from the host pool",
+    "disk.prefetch": "O_DIRECT on both sides; to the host pool",
     "lookup.busy_without_pause_p99_us": "the interpreter takes the GIL away in some calls",
 }
 
@@ -69,7 +71,7 @@ SUITES: dict[Callable[[Scale], Iterator[Row]], Sequence[str]] = {
     ],
     quiet: ["store.cpu.16", "retrieve.cpu.16", "store.cpu.64", "retrieve.cpu.64"],
     beside_a_busy_thread: ["store.busy", "retrieve.busy"],
-    disk: ["disk.write", "disk.read", "disk.prefetch"],
+    disk: DISK_ROWS,
     restart: ["restart.first_hit_s"],
 }
 """What is measured together, and the rows it gives."""
