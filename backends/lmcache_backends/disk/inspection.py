@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lmcache_backends.disk.faults import failed
-from lmcache_backends.disk.locks import lock_text
+from lmcache_backends.disk.locks import Locked, is_locked, lock_text, locked_files
 from lmcache_backends.disk.manifests import read_manifests
 from lmcache_backends.disk.replay import Replay, replay_log
-from lmcache_backends.disk.shard import LOCK, LOG, seed_of, segment_path, segment_sizes, shard_names
+from lmcache_backends.disk.shard import LOCK, LOG, is_readable, seed_of, segment_path, segment_sizes, shard_names
 from lmcache_core.protocols import Stored
 
 __all__ = ["Inspected", "InspectedEntry", "InspectedShard", "inspect_path"]
+
+_LOOKS = 3
 
 
 class InspectedEntry(NamedTuple):
@@ -46,6 +48,8 @@ class InspectedShard(NamedTuple):
     """Chunks whose values are gone."""
     entries: tuple[InspectedEntry, ...]
     """Least recently used first."""
+    readable: bool = True
+    """Whether this version understands its log; if not, nothing is known of what lies in it."""
 
 
 class Inspected(NamedTuple):
@@ -69,7 +73,7 @@ def inspect_path(path: str | os.PathLike[str]) -> Inspected:
     """
     root = os.fspath(path)
     try:
-        held = _locked_files()
+        held = locked_files()
         shards = []
         for name in shard_names(root):
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
@@ -79,18 +83,12 @@ def inspect_path(path: str | os.PathLike[str]) -> Inspected:
         raise failed(error, root) from error
 
 
-def _inspect_shard(path: str, held: frozenset[int] | None) -> InspectedShard:
-    sizes = segment_sizes(path)
-    try:
-        fd = os.open(os.path.join(path, LOG), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:  # its owner is just making it, or removing it
-        replay, damaged = Replay(sizes), 0
+def _inspect_shard(path: str, held: Locked | None) -> InspectedShard:
+    readable = is_readable(path)
+    if readable:
+        sizes, replay, damaged = _replayed(path)
     else:
-        try:
-            replay, reader = replay_log(fd, seed_of(path), sizes)
-            damaged = reader.gaps
-        finally:
-            os.close(fd)
+        sizes, replay, damaged = segment_sizes(path), Replay({}), 0
     entries = tuple(
         InspectedEntry(entry.stored(), entry.epoch / 1e6, Path(segment_path(path, entry.segment)), entry.offset)
         for entry in sorted(replay.by_key.values(), key=lambda entry: entry.epoch)
@@ -98,16 +96,24 @@ def _inspect_shard(path: str, held: frozenset[int] | None) -> InspectedShard:
     owner, locked = "", None
     with contextlib.suppress(FileNotFoundError):
         owner = lock_text(os.path.join(path, LOCK))
-        if held is not None:
-            locked = os.stat(os.path.join(path, LOCK)).st_ino in held
-    return InspectedShard(os.path.basename(path), owner, locked, sum(sizes.values()), damaged, replay.lost, entries)
+        locked = None if held is None else is_locked(os.path.join(path, LOCK), held)
+    nbytes, name = sum(sizes.values()), os.path.basename(path)
+    return InspectedShard(name, owner, locked, nbytes, damaged, replay.lost, entries, readable)
 
 
-def _locked_files() -> frozenset[int] | None:
-    """Inodes with an flock, as far as this system tells."""
-    try:
-        with open("/proc/locks", encoding="ascii") as file:
-            lines = [line.split() for line in file]
-    except OSError:
-        return None
-    return frozenset(int(words[5].rpartition(":")[2]) for words in lines if len(words) > 5 and words[1] == "FLOCK")
+def _replayed(path: str) -> tuple[dict[int, int], Replay, int]:
+    """Sizes of the segments, what the log says, and how often it is damaged. While a segment is being taken or given
+    back, chunks in it seem to be lost; it is looked again then."""
+    for _ in range(_LOOKS):
+        sizes = segment_sizes(path)
+        try:
+            fd = os.open(os.path.join(path, LOG), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:  # its owner is just making it, or removing it
+            return sizes, Replay(sizes), 0
+        try:
+            replay, reader = replay_log(fd, seed_of(path), sizes)
+        finally:
+            os.close(fd)
+        if not replay.lost or segment_sizes(path) == sizes:
+            break
+    return sizes, replay, reader.gaps + replay.odd

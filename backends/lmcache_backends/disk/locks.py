@@ -8,7 +8,12 @@ import os
 import time
 import weakref
 
-__all__ = ["FileLock", "lock_text"]
+from lmcache_backends.disk.files import close_quietly
+
+__all__ = ["FileLock", "Locked", "is_locked", "lock_text", "locked_files"]
+
+Locked = frozenset[tuple[int, int, int]]
+"""Files that somebody has locked: major and minor number of the file system's device, and inode."""
 
 _WAIT = 10.0
 _POLL = 0.002
@@ -65,7 +70,7 @@ class FileLock:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             _held.discard(self)
-            os.close(fd)
+            close_quietly(fd)
 
     def __enter__(self) -> FileLock:
         return self
@@ -85,6 +90,39 @@ def lock_text(path: str) -> str:
         return os.pread(fd, 256, 0).decode("ascii", "replace")
     finally:
         os.close(fd)
+
+
+def locked_files() -> Locked | None:
+    """All files with a lock, without taking one; None if this system does not tell."""
+    try:
+        with open("/proc/locks", encoding="ascii") as file:
+            lines = [line.split() for line in file]
+    except OSError:
+        return None
+    names = [words[5].split(":") for words in lines if len(words) > 5 and words[1] == "FLOCK"]
+    return frozenset((int(major, 16), int(minor, 16), int(inode)) for major, minor, inode in names)
+
+
+def is_locked(path: str, locked: Locked) -> bool | None:
+    """Whether the file at `path` is one of these; None if this system does not tell.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        inode = os.fstat(fd).st_ino
+        # Not st_dev: each subvolume of btrfs has one of its own, which is not the one that locks are listed under.
+        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
+            mount = dict(line.split(":", 1) for line in file)["mnt_id"].strip()
+        with open("/proc/self/mountinfo", "rb") as mounts:
+            device = next(words[2] for words in map(bytes.split, mounts) if words[0] == mount.encode())
+    except (FileNotFoundError, KeyError, StopIteration):
+        return None
+    finally:
+        os.close(fd)
+    major, minor = device.split(b":")
+    return (int(major), int(minor), inode) in locked
 
 
 def _release_in_child() -> None:

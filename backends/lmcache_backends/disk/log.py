@@ -2,6 +2,9 @@
 
 The file is longer than its content: zeros are allocated ahead, so that chunks can still be evicted when the file
 system is full. Everything raises `OSError`.
+
+A log whose fsync failed is not synced again: the kernel reports pages that it could not write once, and takes them for
+written from then on. Until a rewrite has put all of it into a new file, nothing in it counts as durable.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ import errno
 import os
 import threading
 from collections.abc import Iterable
+
+from lmcache_backends.disk.files import close_quietly, lengthen, sync_directory
+from lmcache_backends.disk.records import HEAD
 
 __all__ = ["NEW", "Log", "Rewrite"]
 
@@ -22,7 +28,6 @@ _RESERVE = 32 << 10
 """Bytes that only `append(..., reserve=True)` may use."""
 _FLOOR = 256 << 10
 """Bytes below which a log is not worth rewriting."""
-_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENODEV, errno.EINVAL, errno.ENOSYS})
 
 
 class Log:
@@ -39,7 +44,9 @@ class Log:
         self.end = 0
         """Offset of the next record."""
         self.damaged = False
-        """Some of what is in it is no record."""
+        """Some of what is in it is no record, or speaks of what is gone."""
+        self.failed = False
+        """The drive may lack some of it, nobody knows which."""
         self._appended = 0  # bytes in all, never set back: what a call to sync waits for
         self._synced = 0
         self.sync_lock = threading.Lock()
@@ -63,6 +70,8 @@ class Log:
     def append(self, record: bytes, reserve: bool = False) -> int:
         """Write a record, or several, and return what to give to `sync`. Nothing counts as written when it fails.
         `reserve` is for records that make room, so that they work on a full file system."""
+        if not self.end:
+            record = HEAD + record
         end = self.end + len(record)
         try:
             self._reserve(len(record))
@@ -75,12 +84,20 @@ class Log:
         return self._appended
 
     def sync(self, ticket: int) -> None:
-        """Wait until the drive has all up to the `append` that returned `ticket`. One wait serves many."""
+        """Wait until the drive has all up to the `append` that returned `ticket`. One wait serves many. When it has
+        failed it fails until the log is rewritten."""
         with self.sync_lock:
-            if self._synced < ticket:
-                upto = self._appended
+            if self._synced >= ticket:
+                return
+            if self.failed:
+                raise OSError(errno.EIO, "could not be made durable", self.path)
+            upto = self._appended
+            try:
                 os.fdatasync(self._fd)
-                self._synced = upto
+            except OSError:
+                self.failed = True
+                raise
+            self._synced = upto
 
     def check(self) -> None:
         """Fail with ENOENT if a restart would not find this file: removed, moved, or hidden by a mount."""
@@ -93,7 +110,7 @@ class Log:
 
     def due(self, live: int) -> bool:
         """Is it time to rewrite it, if `live` bytes of it are not out of date?"""
-        return self.damaged or self.end > max(self._rewrite_at, 2 * live)
+        return self.damaged or self.failed or self.end > max(self._rewrite_at, 2 * live)
 
     def _reserve(self, nbytes: int = 0) -> None:
         """Have zeros ahead, behind `nbytes` more."""
@@ -104,8 +121,7 @@ class Log:
     def close(self) -> None:
         """Idempotent."""
         fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        close_quietly(fd)
 
 
 class Rewrite:
@@ -116,7 +132,8 @@ class Rewrite:
     def __init__(self, log: Log) -> None:
         """Under the owner's lock: `fill` must be given what the log says now."""
         self._log = log
-        self._from = log.end
+        self._from = max(log.end, len(HEAD))
+        self._upto = 0
         self._path = log.path + NEW
         self._fd = -1
         self._swapped = False
@@ -126,8 +143,7 @@ class Rewrite:
     def fill(self, live: Iterable[bytes]) -> None:
         """Write `live`, the records to keep, and wait until the drive has them."""
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        pending: list[bytes] = []
-        size = 0
+        pending, size = [HEAD], len(HEAD)
         for record in live:
             pending.append(record)
             size += len(record)
@@ -151,16 +167,23 @@ class Rewrite:
         self._reserve()
         if durable:
             os.fdatasync(self._fd)
+        self._upto = log._appended
         status = os.fstat(self._fd)
         os.rename(self._path, log.path)
         self._swapped = True
+        log.failed = durable  # until its name is durable as well
         old, log._fd = log._fd, self._fd
         log.end, log._allocated = self._end, self._allocated
         log._identity = (status.st_dev, status.st_ino)
-        log._synced = log._appended
         log._rewrite_at = _FLOOR
         log.damaged = False
-        os.close(old)
+        close_quietly(old)
+
+    def settle(self) -> None:
+        """Wait until the drive knows the new log by its name. Under `sync_lock` still."""
+        sync_directory(os.path.dirname(self._path))
+        self._log._synced = self._upto
+        self._log.failed = False
 
     def abandon(self) -> None:
         """Remove the new log if it is not in use, and leave the old one alone until it has grown further."""
@@ -169,9 +192,8 @@ class Rewrite:
             return
         log._rewrite_at = log.end + log.end // 2
         log.damaged = False
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        close_quietly(self._fd)
+        self._fd = -1
         with contextlib.suppress(OSError):
             os.unlink(self._path)
 
@@ -187,12 +209,7 @@ class Rewrite:
 def allocate(fd: int, size: int, needed: int) -> int:
     """Lengthen a file of `size` bytes to `needed` or somewhat more, and return its new size."""
     target = -(-needed // _STEP) * _STEP
-    try:
-        os.posix_fallocate(fd, size, target - size)
-    except OSError as error:
-        if error.errno not in _NO_FALLOCATE:
-            raise
-        os.ftruncate(fd, target)
+    lengthen(fd, size, target)
     return target
 
 

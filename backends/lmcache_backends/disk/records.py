@@ -1,5 +1,8 @@
 """The log's records: their bytes, and how they are found again in a file that may be damaged.
 
+A log begins with 16 bytes that say which format it has:
+    "KVLOG\r\n\0", format, crc of both                          8 + 4 + 4 bytes
+and goes on with records:
     magic, crc of all that follows, length of the whole         4 + 4 + 4 bytes
     kind, flags, count, segment, offset, nbytes, epoch, check   1 + 1 + 2 + 4 + 8 + 8 + 8 + 4
     put:    space, parent (if flagged), `count` pages           32 each
@@ -9,7 +12,8 @@
 All numbers little-endian. `epoch` is when a chunk was last used: microseconds since 1970, made to increase strictly.
 `check` is the crc of the value's first 4096 bytes, by which a value is known to be the one that was put there, even if
 later records are lost: the frames that are stored begin with their keys and checksums.
-The crc starts from a number that is another in each log, so a copied or forged piece of log is not taken for one.
+A record's crc starts from a number that is another in each log, so a copied or forged piece of log is not taken for
+one. Another format has another magic, so where the beginning of a log is damaged its records are still told apart.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = [
     "EVICT",
+    "FORMAT",
+    "HEAD",
     "KEY",
     "LARGEST_TOUCH",
     "MOST_PAGES",
@@ -29,13 +35,20 @@ __all__ = [
     "TOUCH",
     "Reader",
     "evict",
+    "format_of",
     "put",
     "put_size",
     "touch",
     "touched",
 ]
 
-MAGIC = b"KVL1"
+FORMAT = 1
+"""Raise it with every change of the records that an older reader would take for something else."""
+MAGIC = b"KVL%d" % FORMAT
+_HEAD = struct.Struct("<8sII")
+_LOG = b"KVLOG\r\n\0"
+HEAD = _HEAD.pack(_LOG, FORMAT, zlib.crc32(_LOG + FORMAT.to_bytes(4, "little")))
+"""What a log begins with."""
 HEADER = struct.Struct("<4sIIBBHIQQQI")
 PLACE = struct.Struct("<II")
 PUT, EVICT, TOUCH = 1, 2, 3
@@ -101,6 +114,20 @@ def touch(seed: int, epoch: int, places: Sequence[tuple[int, int]]) -> bytes:
     return _sealed(seed, TOUCH, 0, len(places), 0, 0, 0, epoch, 0, body)
 
 
+def format_of(fd: int) -> int:
+    """The format that a log says it has; our own if it says none, as when it is empty or damaged.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    head = os.pread(fd, _HEAD.size, 0)
+    if len(head) == _HEAD.size:
+        magic, version, crc = _HEAD.unpack(head)
+        if magic == _LOG and zlib.crc32(head[:-4]) == crc:
+            return int(version)
+    return FORMAT
+
+
 def touched(body: bytes) -> Iterable[tuple[int, int]]:
     """The places of a touch record."""
     return PLACE.iter_unpack(body)
@@ -122,7 +149,8 @@ class Reader:
     def __iter__(self) -> Iterator[Record]:
         """Raises `OSError` if the file cannot be read."""
         unpack, crc32, seed, header = HEADER.unpack_from, zlib.crc32, self._seed, HEADER.size
-        base, gap, dirty = 0, False, False
+        gap = dirty = False
+        base = self.end = len(HEAD) if os.pread(self._fd, len(HEAD), 0) == HEAD else 0
         while True:
             window = os.pread(self._fd, _WINDOW, base)
             size = len(window)

@@ -9,10 +9,15 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from lmcache_backends.disk.options import UNIT
-from lmcache_backends.disk.records import EVICT, KEY, PARENT, PUT, TOUCH, Reader, Record, touched
+from lmcache_backends.disk.records import EVICT, KEY, PARENT, PLACE, PUT, TOUCH, Reader, Record, touched
 from lmcache_core.protocols import ChunkKey, Stored
 
-__all__ = ["Entry", "Replay", "check_of", "replay_log", "rounded"]
+__all__ = ["HIGHEST", "Entry", "Replay", "check_of", "replay_log", "rounded"]
+
+HIGHEST = 2**31 - 1
+"""Largest number that a segment may have: far from what its field can hold, so that there is always a next one."""
+_LATEST = 2**62
+"""Microseconds. No chunk was used later; far from what the field can hold as well."""
 
 
 class Entry(msgspec.Struct, eq=False, gc=False):
@@ -76,18 +81,26 @@ class Replay:
         self._starts: dict[int, list[int]] | None = {number: [] for number in sizes} if careful else None
         self.highest = 0
         """Largest number of a segment that the log speaks of."""
-        self.lost = 0
-        """Chunks whose segment is missing or too short."""
+        self.odd = 0
+        """Whole records that nobody writes: of a later kind, or of a shape that makes no sense."""
+        self._lost: set[tuple[bytes, bytes]] = set()
+
+    @property
+    def lost(self) -> int:
+        """Chunks that should be there, but their segment is missing or too short."""
+        return len(self._lost)
 
     def apply(self, log: Iterable[Record]) -> None:
         """Raises what `log` raises."""
-        by_key, by_place, sizes = self.by_key, self.by_place, self._sizes
+        by_key, by_place, sizes, lost = self.by_key, self.by_place, self._sizes, self._lost
         careful = self._starts is not None
         spaces: dict[bytes, bytes] = {}  # each of them in memory once
         for kind, flags, count, segment, offset, nbytes, epoch, check, body in log:
             if kind == PUT:
                 rooted = not flags & PARENT
-                if not count or len(body) != KEY * (2 - rooted + count):
+                shaped = count and len(body) == KEY * (2 - rooted + count) and flags <= PARENT
+                if not (shaped and nbytes and not offset % UNIT and segment <= HIGHEST and epoch <= _LATEST):
+                    self.odd += 1
                     continue
                 if segment > self.highest:
                     self.highest = segment
@@ -96,22 +109,30 @@ class Replay:
                 key = (space, body[-KEY:])
                 if key in by_key:
                     self._drop(by_key[key])
-                if offset % UNIT or not nbytes or offset + nbytes > sizes.get(segment, 0):
-                    self.lost += 1
+                if offset + nbytes > sizes.get(segment, 0):
+                    lost.add(key)
                     continue
+                if lost:
+                    lost.discard(key)
+                place = segment << 32 | offset // UNIT
                 if careful:
                     self._clear(segment, offset, offset + nbytes)
-                entry = Entry(space, body[KEY:], rooted, segment, offset, nbytes, epoch, check)
-                by_key[key] = by_place[segment << 32 | offset // UNIT] = entry
-            elif kind == EVICT:
-                for gone in (by_key.get((body[:KEY], body[KEY:])), by_place.get(segment << 32 | offset // UNIT)):
+                elif place in by_place:
+                    self._drop(by_place[place])
+                by_key[key] = by_place[place] = Entry(space, body[KEY:], rooted, segment, offset, nbytes, epoch, check)
+            elif kind == EVICT and len(body) == 2 * KEY:
+                key = body[:KEY], body[KEY:]
+                lost.discard(key)
+                for gone in (by_key.get(key), by_place.get(segment << 32 | offset // UNIT)):
                     if gone is not None and by_place.get(gone.place) is gone:
                         self._drop(gone)
-            elif kind == TOUCH:
+            elif kind == TOUCH and len(body) == PLACE.size * count and epoch <= _LATEST:
                 for number, unit in touched(body):
                     if (used := by_place.get(number << 32 | unit)) is not None:
                         used.epoch = epoch
                     epoch += 1
+            else:
+                self.odd += 1
 
     def _clear(self, segment: int, start: int, end: int) -> None:
         """Something new lies at `[start, end)`: drop what overlaps it."""
@@ -133,14 +154,14 @@ class Replay:
 
 
 def replay_log(fd: int, seed: int, sizes: Mapping[int, int]) -> tuple[Replay, Reader]:
-    """The state after the log in `fd`, and what was noticed on the way.
+    """The state after the log in `fd`, which has our `FORMAT`, and what was noticed on the way.
 
     Raises:
         OSError: It cannot be read.
     """
     replay, reader = Replay(sizes), Reader(fd, seed)
     replay.apply(reader)
-    if reader.gaps or _overlaps(replay):
+    if reader.gaps or replay.odd or _overlaps(replay):
         replay, reader = Replay(sizes, careful=True), Reader(fd, seed)
         replay.apply(reader)
     return replay, reader

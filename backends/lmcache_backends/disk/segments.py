@@ -11,22 +11,33 @@ import os
 from collections.abc import Callable
 from typing import Literal
 
+from lmcache_backends.disk.files import close_quietly, lengthen, sync_directory
 from lmcache_backends.disk.options import UNIT
 from lmcache_core.extents import ExtentAllocator
 
-__all__ = ["Segment", "sync_directory"]
+__all__ = ["Segment"]
 
 Direct = Literal["auto", "always", "never"]
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 """What `O_DIRECT` is answered with where it is not possible."""
-_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENODEV, errno.EINVAL, errno.ENOSYS})
 
 
 class Segment:
     """An open segment file. Reading and writing may go on in several threads at once; the rest is under the owner's
     lock. Everything raises `OSError`."""
 
-    __slots__ = ("_buffered", "_direct", "count_fallback", "extents", "ident", "lost", "mode", "path", "size")
+    __slots__ = (
+        "_buffered",
+        "_direct",
+        "_failures",
+        "count_fallback",
+        "extents",
+        "ident",
+        "lost",
+        "mode",
+        "path",
+        "size",
+    )
 
     def __init__(self, path: str, ident: int, mode: Direct, count_fallback: Callable[[], None]) -> None:
         """Open an existing file."""
@@ -36,6 +47,7 @@ class Segment:
         self.count_fallback = count_fallback
         self.lost = False
         """Nothing new may be put into it."""
+        self._failures = 0
         self._buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         self._direct = -1
         try:
@@ -52,12 +64,7 @@ class Segment:
         """Make the file with `size` bytes of its own; nothing is left of it when that fails."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            try:
-                os.posix_fallocate(fd, 0, size)
-            except OSError as error:
-                if error.errno not in _NO_FALLOCATE:
-                    raise
-                os.ftruncate(fd, size)
+            lengthen(fd, 0, size)
             if durable:
                 os.fsync(fd)
                 sync_directory(os.path.dirname(path))
@@ -76,14 +83,19 @@ class Segment:
         """Fill `into` from `offset` on; False if the file ends before."""
         return self._move(_preadv, offset, into) == into.nbytes
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write `data` at `offset`."""
+    def write(self, offset: int, data: memoryview, durable: bool = False) -> None:
+        """Write `data` at `offset`; wait until the drive has it if it shall be `durable`."""
+        failures = self._failures
         if self._move(_pwritev, offset, data) < data.nbytes:
             raise OSError(errno.EIO, "wrote less than it was asked to", self.path)
-
-    def sync(self) -> None:
-        """Wait until the drive has what was written."""
-        os.fdatasync(self._buffered)
+        if durable:
+            try:
+                os.fdatasync(self._buffered)
+            except OSError:
+                self._failures += 1
+                raise
+            if failures != self._failures:  # the kernel reports a page that it could not write to one thread only
+                raise OSError(errno.EIO, "could not be made durable", self.path)
 
     def check(self) -> None:
         """Fail with ENOENT if the file has been removed: what is written to it would be lost."""
@@ -93,9 +105,8 @@ class Segment:
 
     def close(self) -> None:
         """Idempotent."""
-        for fd in (self._direct, self._buffered):
-            if fd >= 0:
-                os.close(fd)
+        close_quietly(self._direct)
+        close_quietly(self._buffered)
         self._direct = self._buffered = -1
 
     def _move(self, call: Callable[[int, memoryview, int], int], offset: int, view: memoryview) -> int:
@@ -111,15 +122,6 @@ class Segment:
         if self.mode == "auto":
             self.count_fallback()
         return done + _moved(call, self._buffered, offset + done, view[done:])
-
-
-def sync_directory(path: str) -> None:
-    """Wait until the drive knows the names in a directory."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _open_direct(path: str, mode: Direct) -> int:

@@ -22,11 +22,21 @@ from lmcache_backends.disk.replay import Entry, replay_log, rounded
 from lmcache_backends.disk.segments import Segment
 from lmcache_backends.disk.tally import Tally
 
-__all__ = ["LOCK", "LOG", "Shard", "remove_shard", "seed_of", "segment_path", "segment_sizes", "shard_names"]
+__all__ = [
+    "LOCK",
+    "LOG",
+    "Shard",
+    "is_readable",
+    "remove_shard",
+    "seed_of",
+    "segment_path",
+    "segment_sizes",
+    "shard_names",
+]
 
 LOCK, LOG = "lock", "log"
 _SHARD = re.compile(r"[0-9a-f]{16}")
-_SEGMENT = re.compile(r"segment-([0-9a-f]{8})")
+_SEGMENT = re.compile(r"segment-([0-7][0-9a-f]{7})")  # up to HIGHEST
 
 
 class Shard:
@@ -47,6 +57,8 @@ class Shard:
         self.taken = 0
         """Bytes of places that are not free."""
         self.compacting = False
+        self.unfreed: list[Entry] = []
+        """Entries that are gone, but nobody knows whether the drive has been told: their places wait for that."""
         self.log: Log
 
     def load(self) -> dict[tuple[bytes, bytes], Entry]:
@@ -58,8 +70,9 @@ class Shard:
         sizes = segment_sizes(self.path)
         replay, reader = replay_log(self.log.fd, self.log.seed, sizes)
         self.log.resume(reader.end, reader.torn)
-        self.log.damaged = reader.gaps > 0
-        self._tally.add("log_records_damaged", reader.gaps)
+        damaged = reader.gaps + replay.odd
+        self.log.damaged = damaged + replay.lost > 0
+        self._tally.add("log_records_damaged", damaged)
         self._tally.add("log_tails_cut", reader.torn)
         self._tally.add("entries_lost", replay.lost)
         self._highest = max(replay.highest, *sizes, 0)
@@ -171,6 +184,22 @@ class Shard:
 def seed_of(path: str) -> int:
     """What the checksums in this shard's log start from."""
     return zlib.crc32(os.path.basename(path).encode())
+
+
+def is_readable(path: str) -> bool:
+    """Whether the shard at `path` has a log that this version understands, or none at all.
+
+    Raises:
+        OSError: It cannot be told.
+    """
+    try:
+        fd = os.open(os.path.join(path, LOG), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return True
+    try:
+        return records.format_of(fd) == records.FORMAT
+    finally:
+        os.close(fd)
 
 
 def shard_names(root: str) -> list[str]:

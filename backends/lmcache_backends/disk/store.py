@@ -21,7 +21,6 @@ from lmcache_backends.disk.faults import FULL, failed
 from lmcache_backends.disk.log import Rewrite
 from lmcache_backends.disk.options import DiskOptions
 from lmcache_backends.disk.replay import Entry, check_of
-from lmcache_backends.disk.segments import sync_directory
 from lmcache_backends.disk.shard import Shard
 from lmcache_backends.disk.tally import Tally
 from lmcache_backends.disk.volume import Place, Volume
@@ -137,9 +136,7 @@ class Store:
         where, check = (segment.ident, offset, chunk.data.nbytes), check_of(chunk.data)
         entry = Entry(chunk.key.space, chain, not chunk.parent, *where, epoch, check)
         try:
-            segment.write(offset, chunk.data)
-            if self._fsync:
-                segment.sync()
+            segment.write(offset, chunk.data, self._fsync)
             with self._lock:
                 segment.check()
                 shard.log.check()
@@ -154,11 +151,11 @@ class Store:
                 self._tally.add("enospc")
                 return WriteResult.FULL
             raise failed(error, segment.path) from error
-        if self._fsync:
-            with _failing(shard.log.path):
-                shard.log.sync(ticket)
-        if older is not None:
-            self._retire(*older)
+        try:
+            self._sync(shard, ticket)
+        finally:
+            if older is not None:
+                self._retire(*older, ticket)
         self._compact(shard)
         return WriteResult.STORED
 
@@ -227,9 +224,8 @@ class Store:
                 shard.forget(older[1])
         return older
 
-    def _retire(self, shard: Shard, entry: Entry) -> None:
-        """Free the place of a value that was replaced."""
-        ticket = 0
+    def _retire(self, shard: Shard, entry: Entry, ticket: int) -> None:
+        """Free the place of a value that was replaced by one whose record has this `ticket`."""
         with self._lock, _failing(shard.log.path):
             if shard.entries.get(entry.place) is entry:  # the new value is in another shard
                 ticket = shard.evict([entry])
@@ -242,14 +238,31 @@ class Store:
         self._nbytes -= entry.nbytes
 
     def _free(self, shard: Shard, entries: Sequence[Entry], ticket: int) -> None:
-        """Free the places of buried entries as soon as their evict record is safe and nobody reads them."""
-        if self._fsync:
-            with _failing(shard.log.path):
-                shard.log.sync(ticket)
+        """Free the places of buried entries as soon as the record that says so is safe and nobody reads them."""
+        try:
+            self._sync(shard, ticket)
+        except BackendError:
+            with self._lock:
+                shard.unfreed += entries
+            raise
         with self._lock:
+            if not shard.log.failed:
+                entries = [*entries, *shard.unfreed]
+                shard.unfreed = []
             for entry in entries:
                 self._release(shard, entry)
         self._compact(shard)
+
+    def _sync(self, shard: Shard, ticket: int) -> None:
+        """With `fsync`, wait until the drive has the log up to `ticket`; if that fails, as a new log."""
+        if not self._fsync:
+            return
+        try:
+            shard.log.sync(ticket)
+        except OSError:
+            self._compact(shard)
+            with _failing(shard.log.path):
+                shard.log.sync(ticket)
 
     def _release(self, shard: Shard, entry: Entry) -> None:
         """One reader less. Under the lock."""
@@ -298,7 +311,7 @@ class Store:
                 with self._lock:
                     rewrite.swap(self._fsync)
                 if self._fsync:
-                    sync_directory(shard.path)
+                    rewrite.settle()
             self._tally.add("compactions")
         except OSError:
             self._tally.add("compactions_failed")

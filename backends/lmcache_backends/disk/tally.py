@@ -11,14 +11,15 @@ NAMES = (
     "compactions",  # logs rewritten
     "compactions_failed",
     "enospc",  # times the file system or quota was full
-    "entries_lost",  # chunks the log speaks of whose file is gone or too short
-    "log_records_damaged",  # damaged places in logs, behind which reading went on
+    "entries_lost",  # chunks that should be there, but their file is gone or too short
+    "log_records_damaged",  # damaged places in logs, and records nobody writes, behind which reading went on
     "log_tails_cut",  # ends of logs that a crash left half written
     "orphans_removed",  # files no log speaks of
     "segments_given_back",
     "segments_taken",
     "shards_adopted",  # left by processes that have ended
     "shards_evicted",  # the same, removed to make room
+    "shards_unreadable",  # left by another version with logs of another format
     "values_damaged",  # reads that found a file too short, or not the value that was written there
 )
 

@@ -5,12 +5,14 @@
           /manifests/     descriptions of spaces; see `manifests`
 
 What is taken is what lies there: there is no account that a crash could falsify. A shard nobody has locked was left by
-a process that ended. Whoever opens the path next adopts it; who needs room before that removes it.
+a process that ended. Whoever opens the path next adopts it; who needs room before that removes it. One whose log has
+another format than ours is not adopted: another version may come back for it, until its room is needed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import threading
@@ -21,10 +23,12 @@ from lmcache_backends.disk.locks import FileLock, lock_text
 from lmcache_backends.disk.options import UNIT, DiskOptions
 from lmcache_backends.disk.replay import Entry, rounded
 from lmcache_backends.disk.segments import Segment
-from lmcache_backends.disk.shard import LOCK, Shard, remove_shard, segment_sizes, shard_names
+from lmcache_backends.disk.shard import LOCK, Shard, is_readable, remove_shard, segment_sizes, shard_names
 from lmcache_backends.disk.tally import Tally
 
 __all__ = ["Place", "Volume"]
+
+_log = logging.getLogger(__name__)
 
 
 class _Others(NamedTuple):
@@ -69,11 +73,15 @@ class Volume:
     def open(self) -> list[tuple[Shard, dict[tuple[bytes, bytes], Entry]]]:
         """Adopt what others left, or start afresh. What lies in each shard, by key."""
         os.makedirs(self.path, mode=0o700, exist_ok=True)
+        unreadable = []
         with self._node_lock():
             for name in shard_names(self.path):
                 path = os.path.join(self.path, name)
                 if (lock := FileLock.attempt(os.path.join(path, LOCK))) is not None:
-                    self._claim(path, lock)
+                    if self._claim(path, lock):
+                        continue
+                    lock.release()
+                    unreadable.append(name)
             self._tally.add("shards_adopted", len(self.shards))
             if not self.shards:
                 path = os.path.join(self.path, secrets.token_hex(8))
@@ -81,6 +89,14 @@ class Volume:
                 lock = FileLock.attempt(os.path.join(path, LOCK))
                 assert lock is not None, "nobody else knows this file yet"
                 self._claim(path, lock)
+        if unreadable:
+            self._tally.add("shards_unreadable", len(unreadable))
+            _log.warning(
+                "disk: %s: another version of this software wrote %s; what is in them cannot be read, and is removed "
+                "when its room is needed",
+                self.path,
+                ", ".join(unreadable),
+            )
         loaded = [(shard, shard.load()) for shard in self.shards]
         with self._node_lock():
             self._drop_empty()
@@ -191,7 +207,16 @@ class Volume:
     def _node_lock(self) -> FileLock:
         return FileLock.wait(self._node)
 
-    def _claim(self, path: str, lock: FileLock) -> None:
+    def _claim(self, path: str, lock: FileLock) -> bool:
+        """Own the shard at `path` and its lock, unless its log is none that can be read."""
+        try:
+            readable = is_readable(path)
+        except BaseException:
+            lock.release()
+            raise
+        if not readable:
+            return False
         self.shards.append(Shard(path, lock, self._options.direct, self._tally))
         with contextlib.suppress(OSError):  # a full disk can still be read
             lock.label(self._owner)
+        return True

@@ -3,14 +3,31 @@
 import os
 import shutil
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmcache_backends.disk import log
-from tests.backends.disk.kit import KIB, OpenStore, assert_holds, assert_lacks, chunk, fill, opened, order, shard_in
+from lmcache_backends.disk.records import HEAD
+from lmcache_core.errors import BackendError
+from lmcache_core.protocols import WriteResult
+from tests.backends.disk.kit import (
+    KIB,
+    OpenStore,
+    assert_holds,
+    assert_lacks,
+    chunk,
+    fill,
+    opened,
+    order,
+    put,
+    shard_in,
+)
 
 CALLS = ["open", "pwrite", "pread", "posix_fallocate", "fsync", "fdatasync", "fstat", "rename", "close"]
 SMALL = 4 * KIB
@@ -40,7 +57,7 @@ def test_at_twice_its_live_size_the_log_is_rewritten(tmp_path: Path) -> None:
         store.touch([chunk(2).key])
         assert store.count("compactions") == 1
         (shard,) = store._volumes[0].shards
-        assert shard.log.end == shard.live
+        assert shard.log.end == len(HEAD) + shard.live
         assert order(store) == before
         fill(store, chunk(9, SMALL))
     with opened(tmp_path) as store:
@@ -172,3 +189,100 @@ def test_what_happens_during_a_rewrite_is_in_the_new_log(tmp_path: Path, monkeyp
         assert order(store) == now
         assert_holds(store, chunk(9, SMALL), chunk(3, SMALL, version=1), chunk(1, SMALL))
         assert_lacks(store, chunk(0, SMALL))
+
+
+@contextmanager
+def failing_syncs(*names: str) -> Iterator[None]:
+    """The drive does not confirm that it has a file of one of these names; the kernel says so once for each file that
+    is not a new one, and takes it for written afterwards."""
+    told: set[str] = set()
+
+    def wrapped(call: Callable[[int], None]) -> Callable[[int], None]:
+        def sync(fd: int) -> None:
+            name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+            if name in names and name not in told:
+                told.update({name} - {"log.new"})
+                raise OSError(5, "Input/output error")
+            call(fd)
+
+        return sync
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "fdatasync"):
+            patch.setattr(os, name, wrapped(getattr(os, name)))
+        yield
+
+
+def test_a_log_that_cannot_be_made_durable_is_written_anew(tmp_path: Path) -> None:
+    with opened(tmp_path, fsync=True, capacity=4 * SMALL, segment=4 * SMALL) as store:
+        fill(store, chunk(0, SMALL))
+        with failing_syncs("log"):
+            fill(store, chunk(1, SMALL))
+        assert store.count("compactions") == 1
+        with failing_syncs("log"):
+            store.delete([chunk(0, SMALL).key])
+        assert store.count("compactions") == 2
+        fill(store, *[chunk(i, SMALL) for i in (2, 3, 4)])
+        assert_holds(store, *[chunk(i, SMALL) for i in (1, 2, 3, 4)])
+
+
+def test_while_no_log_can_be_made_durable_nothing_is_and_no_place_is_lost(tmp_path: Path) -> None:
+    with opened(tmp_path, fsync=True, capacity=4 * SMALL, segment=4 * SMALL) as store:
+        fill(store, *[chunk(i, SMALL) for i in range(3)])
+        with (
+            failing_syncs("log", "log.new"),
+            pytest.raises(BackendError, match=r"/log: .*; the drive reports an error"),
+        ):
+            put(store, chunk(0, SMALL, version=1))  # in the fourth place; the first is not free yet
+        with failing_syncs("log.new"), pytest.raises(BackendError, match="could not be made durable"):
+            store.delete([chunk(1).key])
+        assert_lacks(store, chunk(1, SMALL))
+        with failing_syncs("log.new"):
+            assert put(store, chunk(5, SMALL)) == [WriteResult.FULL], "of neither is it known that it may be used again"
+        store.delete([chunk(2).key])
+        assert store.count("compactions") == 1
+        fill(store, *[chunk(i, SMALL) for i in (5, 6, 7)])
+        assert_holds(store, chunk(0, SMALL, version=1), *[chunk(i, SMALL) for i in (5, 6, 7)])
+    with opened(tmp_path, fsync=True, capacity=4 * SMALL, segment=4 * SMALL) as store:
+        assert_holds(store, chunk(0, SMALL, version=1), *[chunk(i, SMALL) for i in (5, 6, 7)])
+
+
+def test_a_new_log_whose_name_is_not_durable_is_not_trusted(tmp_path: Path) -> None:
+    with opened(tmp_path, fsync=True) as store:
+        churn(store)
+        with failing_syncs(shard_in(tmp_path).name):
+            store.touch([chunk(2).key])
+        assert store.count("compactions_failed") == 1
+        with failing_syncs("log.new"), pytest.raises(BackendError, match="could not be made durable"):
+            put(store, chunk(9, SMALL))
+        fill(store, chunk(9, SMALL))
+        assert store.count("compactions") == 1
+        assert_holds(store, chunk(2, SMALL), chunk(9, SMALL))
+
+
+def test_a_write_beside_one_that_could_not_be_made_durable_is_not_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads wait for one file, and the kernel tells only one of them."""
+    both, told = threading.Barrier(2), threading.Event()
+    sync = os.fdatasync
+
+    def synced(fd: int) -> None:
+        if "segment" in os.readlink(f"/proc/self/fd/{fd}"):
+            if both.wait(30) == 0:
+                told.set()
+                raise OSError(5, "Input/output error")
+            assert told.wait(30)
+            time.sleep(0.05)
+        sync(fd)
+
+    with opened(tmp_path, fsync=True, segment=64 * KIB) as store, ThreadPoolExecutor(2) as threads:
+        fill(store, chunk(9, SMALL))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", synced)
+            writes = [threads.submit(put, store, chunk(i, SMALL)) for i in range(2)]
+            for write in writes:
+                assert isinstance(write.exception(60), BackendError)
+        assert_lacks(store, chunk(0, SMALL), chunk(1, SMALL))
+        fill(store, *[chunk(i, SMALL) for i in range(2)])
+        assert_holds(store, *[chunk(i, SMALL) for i in (0, 1, 9)])

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_backends.disk import DiskBackend
+from lmcache_backends.disk import DiskBackend, inspection
 from lmcache_backends.disk.inspection import inspect_path
+from lmcache_backends.disk.locks import is_locked, locked_files
+from lmcache_backends.disk.shard import segment_sizes
 from lmcache_core.errors import BackendError
 from lmcache_core.protocols import WriteResult
-from tests.backends.disk.kit import SIZE, assert_holds, chunk, fill, opened, options, tree
+from tests.backends.disk.kit import SIZE, assert_holds, chunk, fill, opened, options, shard_in, tree
 
 
 def test_all_is_shown_and_nothing_is_changed(tmp_path: Path) -> None:
@@ -38,6 +40,38 @@ def test_all_is_shown_and_nothing_is_changed(tmp_path: Path) -> None:
     (shard,) = inspect_path(tmp_path).shards
     assert shard.locked is False
     assert len(shard.entries) == 3
+
+
+def test_a_lock_on_another_file_system_is_not_ours(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        lock = os.fspath(shard_in(tmp_path) / "lock")
+        everywhere = locked_files()
+        assert everywhere is not None
+        assert is_locked(lock, everywhere) is True
+        inode = os.stat(lock).st_ino
+        ours = {file for file in everywhere if file[2] == inode and is_locked(lock, frozenset({file}))}
+        assert len(ours) == 1
+        ((major, minor, _),) = ours
+        elsewhere = frozenset({(major, minor + 1, inode), (major + 1, minor, inode), (major, minor, inode + 1)})
+        assert is_locked(lock, elsewhere) is False
+
+
+def test_a_segment_made_while_one_looks_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, segment=SIZE) as store:
+        fill(store, chunk(0))
+        looked: list[str] = []
+
+        def sizes(path: str) -> dict[int, int]:
+            found = segment_sizes(path)
+            if not looked:
+                fill(store, chunk(1))
+            looked.append(path)
+            return found
+
+        monkeypatch.setattr(inspection, "segment_sizes", sizes)
+        (shard,) = inspect_path(tmp_path).shards
+        assert (shard.lost, len(shard.entries)) == (0, 2)
+        assert len(looked) <= 3
 
 
 async def test_manifests_are_kept_replaced_and_shown(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 import os
 import random
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_backends.disk import records
-from lmcache_backends.disk.records import HEADER, Reader
+from lmcache_backends.disk.inspection import inspect_path
+from lmcache_backends.disk.records import HEAD, HEADER, Reader
 from lmcache_backends.disk.replay import Replay
 from lmcache_backends.disk.shard import seed_of
 from lmcache_core.protocols import Chunk, ReadResult
@@ -27,6 +30,7 @@ from tests.backends.disk.kit import (
     opened,
     order,
     shard_in,
+    tree,
 )
 
 VALUES = {(i, version): chunk(i, 4 * KIB, version=version) for i in range(14) for version in (0, 1)}
@@ -35,7 +39,7 @@ SPACE, PAGES = b"s" * 32, [bytes([65 + i]) * 32 for i in range(8)]
 
 def spans(content: bytes | bytearray) -> Iterator[tuple[int, int]]:
     """Start and end of each record of an undamaged log."""
-    at = 0
+    at = len(HEAD)
     while content[at : at + 4] == records.MAGIC:
         length = HEADER.unpack_from(content, at)[2]
         yield at, at + length
@@ -87,11 +91,11 @@ def test_damage_anywhere_loses_what_it_hits(used_cache: Path, tmp_path: Path, da
     log = shard_in(path) / "log"
     content = bytearray(log.read_bytes())
     whole = list(spans(content))
-    hit = set()
+    hit = set[int]()
     for position, change in damage:
         position %= whole[-1][1]
         content[position] ^= change
-        hit.add(next(i for i, (start, end) in enumerate(whole) if start <= position < end))
+        hit.update(i for i, (start, end) in enumerate(whole) if start <= position < end)
     before, last = log.read_bytes(), dict[bytes, int]()
     for i, (start, end) in enumerate(whole):
         if HEADER.unpack_from(before, start)[3] == records.PUT:
@@ -166,7 +170,25 @@ MADE_UP: dict[str, Callable[[int], bytes]] = {
     "a touch of nothing": lambda seed: records.touch(seed, 5, [(9, 9), (1, 2**32 - 1)]),
     "an eviction of nothing": lambda seed: records.evict(seed, 9, 9, SPACE, PAGES[1]),
     "a kind of a later version": lambda seed: records._sealed(seed, 99, 0, 0, 0, 0, 0, 0, 0, b"news"),
+    "a flag of a later version": lambda seed: records._sealed(
+        seed, records.PUT, 2, 1, 1, 0, SIZE, 1, 0, SPACE + PAGES[0]
+    ),
+    "a touch of another shape": lambda seed: records._sealed(seed, records.TOUCH, 0, 1, 0, 0, 0, 5, 0, b"x" * 12),
+    "a touch of more than it says": lambda seed: records._sealed(seed, records.TOUCH, 0, 1, 0, 0, 0, 5, 0, b"x" * 16),
+    "a touch at the end of time": lambda seed: records.touch(seed, 2**64 - 1, [(1, 0)]),
+    "an eviction of another shape": lambda seed: records._sealed(seed, records.EVICT, 0, 0, 1, 0, 0, 0, 0, SPACE),
+    "a use at the end of time": lambda seed: records.put(seed, 1, 0, SIZE, 2**64 - 1, 0, SPACE, PAGES[0], True),
+    "the last segment there can be": lambda seed: sealed(seed, 2**32 - 1, 0, SIZE),
 }
+TRUE = {
+    "a segment that does not exist",
+    "behind the end",
+    "over the end",
+    "another log's checksum",
+    "a touch of nothing",
+    "an eviction of nothing",
+}
+"""Of these, records that may be written, or are none."""
 
 
 @pytest.mark.parametrize("name", MADE_UP)
@@ -178,11 +200,106 @@ def test_records_that_cannot_be_true_are_passed_over(tmp_path: Path, name: str) 
     content = log.read_bytes()
     *_, (_, end) = spans(content)
     log.write_bytes(content[:end] + MADE_UP[name](seed_of(os.fspath(shard))) + content[end:])
+    odd = name not in TRUE
+    (seen,) = inspect_path(tmp_path).shards
+    assert (seen.damaged, len(seen.entries)) == (odd, 1)
     with opened(tmp_path, capacity=MIB) as store:
+        assert store.count("log_records_damaged") == odd
         assert order(store) == [chunk(0).key]
         assert_holds(store, chunk(0))
         fill(store, chunk(1))
         assert_holds(store, chunk(0), chunk(1))
+        store.delete([chunk(1).key])
+        fill(store, chunk(2, 64 * KIB))  # takes another segment
+    with opened(tmp_path, capacity=MIB) as store:
+        assert store.count("log_records_damaged") == store.count("entries_lost") == 0, "the log was cleared of it"
+        assert_holds(store, chunk(0), chunk(2, 64 * KIB))
+
+
+NUMBERS = st.integers(0, 3) | st.sampled_from([SIZE, 2**31, 2**32 - 1])
+LONG = NUMBERS | st.sampled_from([4096, 2**62, 2**63, 2**64 - 1])
+BODIES = st.binary(max_size=200) | st.lists(st.sampled_from([SPACE, *PAGES]), max_size=5).map(b"".join)
+SEALED = st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 4), NUMBERS, LONG, LONG, LONG, NUMBERS, BODIES)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(made_up=st.lists(SEALED, max_size=30))
+def test_whole_records_of_any_content_break_nothing(used_cache: Path, tmp_path: Path, made_up: list[Any]) -> None:
+    """What another revision, or a bug of this one, may have left."""
+    path = copy_of(used_cache, tmp_path / "made-up")
+    shard = shard_in(path)
+    content = (shard / "log").read_bytes()
+    *_, (_, end) = spans(content)
+    seed = seed_of(os.fspath(shard))
+    (shard / "log").write_bytes(content[:end] + b"".join(records._sealed(seed, *fields) for fields in made_up))
+    (seen,) = inspect_path(path).shards
+    with opened(path, capacity=MIB) as store:
+        assert order(store) == [entry.stored.key for entry in seen.entries]
+        assert (store.count("log_records_damaged"), store.count("entries_lost")) == (seen.damaged, seen.lost)
+        for number in range(14):
+            found = get(store, VALUES[number, 0].key, 4 * KIB)
+            assert found in (ReadResult.MISS, ReadResult.CORRUPT, *versions(number)), "bytes of another chunk"
+        store.delete(order(store))
+        fill(store, *[chunk(100 + i, 4 * KIB) for i in range(3)])
+        store.touch([chunk(100).key])
+    with opened(path, capacity=MIB) as store:
+        assert order(store) == [chunk(i).key for i in (101, 102, 100)]
+        assert_holds(store, *[chunk(100 + i, 4 * KIB) for i in range(3)])
+
+
+def in_format(number: int, content: bytes) -> bytes:
+    """A log as a version with another format would have begun it."""
+    head = HEAD[:8] + number.to_bytes(4, "little")
+    return head + zlib.crc32(head).to_bytes(4, "little") + content[len(HEAD) :]
+
+
+def test_a_log_of_another_format_is_set_aside_and_makes_room_when_needed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path, capacity=8 * SIZE, segment=SIZE) as store:
+        fill(store, *[chunk(i) for i in range(4)])
+    theirs = shard_in(tmp_path)
+    content = (theirs / "log").read_bytes()
+    (theirs / "log").write_bytes(in_format(2, content))
+    before = tree(theirs)
+    with opened(tmp_path, capacity=8 * SIZE, segment=SIZE) as store:
+        assert (store.count("shards_unreadable"), store.count("shards_adopted")) == (1, 0)
+        assert [record.message for record in caplog.records if theirs.name in record.message]
+        assert len(caplog.records) == 1
+        assert_lacks(store, *[chunk(i) for i in range(4)])
+        fill(store, *[chunk(i) for i in range(10, 14)])
+        assert tree(theirs) == before, "it is left as it is"
+        seen = {shard.name: shard for shard in inspect_path(tmp_path).shards}
+        assert not seen[theirs.name].readable
+        assert (seen[theirs.name].nbytes, seen[theirs.name].entries) == (4 * SIZE, ())
+        assert [shard.readable for shard in seen.values()].count(True) == 1
+    (theirs / "log").write_bytes(in_format(records.FORMAT, content))
+    with opened(tmp_path, capacity=8 * SIZE, segment=SIZE) as store:
+        assert_holds(store, *[chunk(i) for i in (0, 1, 2, 3, 10, 11, 12, 13)])
+    (theirs / "log").write_bytes(in_format(2, content))
+    with opened(tmp_path, capacity=8 * SIZE, segment=SIZE) as store:
+        fill(store, *[chunk(i) for i in range(20, 24)])
+        assert store.count("shards_evicted") == 1
+        assert not theirs.exists()
+        assert_holds(store, *[chunk(i) for i in (*range(10, 14), *range(20, 24))])
+
+
+def test_records_of_another_format_are_no_records_even_where_the_beginning_is_damaged(tmp_path: Path) -> None:
+    with opened(tmp_path, capacity=MIB) as store:
+        fill(store, chunk(0))
+    log = shard_in(tmp_path) / "log"
+    content = log.read_bytes()
+    log.write_bytes(bytes(len(HEAD)) + content[len(HEAD) :].replace(b"KVL1", b"KVL2"))
+    with opened(tmp_path, capacity=MIB) as store:
+        assert store.usage().chunks == 0
+        fill(store, chunk(1))
+    log = shard_in(tmp_path) / "log"
+    assert log.read_bytes()[: len(HEAD)] == HEAD
+    log.write_bytes(b"\xff" * len(HEAD) + log.read_bytes()[len(HEAD) :])
+    with opened(tmp_path, capacity=MIB) as store:
+        assert_holds(store, chunk(1))
+        assert store.count("log_records_damaged") == 1
+    assert log.read_bytes()[: len(HEAD)] == HEAD, "it was written anew"
 
 
 def test_a_log_of_another_shard_is_worth_nothing(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_backends.disk import log
+from lmcache_backends.disk.inspection import inspect_path
 from lmcache_core.protocols import Chunk, ReadResult, WriteResult
 from tests.backends.disk.kit import (
     KIB,
@@ -103,6 +104,28 @@ def test_a_segment_that_is_gone_or_short_costs_its_chunks_only(tmp_path: Path) -
         assert_holds(store, *chunks[2:])
         assert store.count("entries_lost") == 2
         assert store.usage().nbytes == 2 * MIB
+
+    with opened(tmp_path) as store:
+        assert store.count("entries_lost") == 0, "it is known by now"
+        assert_holds(store, *chunks[2:])
+
+
+def test_what_was_evicted_with_its_segment_is_not_lost(tmp_path: Path) -> None:
+    chunks = [chunk(i, MIB) for i in range(4)]
+    with opened(tmp_path) as store:
+        fill(store, *chunks)
+        fill(store, chunk(0, MIB, version=1))  # in another place
+        store.delete([c.key for c in chunks[1:]])
+        assert store.count("segments_given_back") > 0
+    (shard,) = inspect_path(tmp_path).shards
+    assert (shard.lost, len(shard.entries)) == (0, 1)
+    with opened(tmp_path) as store:
+        assert store.count("entries_lost") == 0
+        assert_holds(store, chunk(0, MIB, version=1))
+        store.delete([chunk(0).key])
+        assert taken(tmp_path) == 0
+    with opened(tmp_path) as store:
+        assert store.count("entries_lost") == store.usage().chunks == 0
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:

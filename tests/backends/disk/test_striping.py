@@ -1,6 +1,9 @@
 """Several paths share the chunks, and one that fails does not make the others wrong."""
 
+import errno
+import os
 import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,7 @@ import pytest
 from lmcache_backends.disk import DiskBackend, log
 from lmcache_core.errors import BackendError
 from lmcache_core.protocols import WriteResult
-from lmcache_core.testing import run_model
+from lmcache_core.testing import aligned_buffer, run_model
 from tests.backends.disk.kit import (
     KIB,
     MIB,
@@ -100,3 +103,34 @@ def test_what_is_deleted_is_gone_from_all_paths(tmp_path: Path) -> None:
         assert [taken(path) for path in paths] == [0, 0]
     with opened(*paths) as store:
         assert_lacks(store, *chunks)
+
+
+@pytest.mark.parametrize("verb", ["read", "write", "delete", "touch"])
+async def test_what_fails_on_one_path_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """The tier fails as a whole; its operator has to learn which drive it is."""
+    tier = DiskBackend(options(tmp_path / "a", tmp_path / "b", segment=BIG))
+    await tier.open()
+    chunks = [chunk(i, BIG) for i in range(8)]
+    assert await tier.write(chunks) == [WriteResult.STORED] * 8
+
+    def broken(call: Callable[..., int]) -> Callable[..., int]:
+        def moved(fd: int, *args: object) -> int:
+            if f"{tmp_path}/b/" in os.readlink(f"/proc/self/fd/{fd}"):
+                raise OSError(errno.EIO, "Input/output error")
+            return call(fd, *args)
+
+        return moved
+
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
+        "read": lambda: tier.read([c.key for c in chunks], [aligned_buffer(BIG) for _ in chunks]),
+        "write": lambda: tier.write([chunk(i, BIG) for i in range(8, 16)]),
+        "delete": lambda: tier.delete([c.key for c in chunks]),
+        "touch": lambda: tier.touch([c.key for c in chunks]),
+    }
+    message = rf"disk: {tmp_path}/b/.*: Input/output error; the drive reports an error"
+    with monkeypatch.context() as patch:
+        for name in ("pwrite", "pwritev", "preadv"):
+            patch.setattr(os, name, broken(getattr(os, name)))
+        with pytest.raises(BackendError, match=message):
+            await calls[verb]()
+    await tier.close()
