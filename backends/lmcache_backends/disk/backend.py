@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from lmcache_backends.disk.faults import failed
 from lmcache_backends.disk.manifests import read_manifests, write_manifest
@@ -35,12 +34,6 @@ class DiskBackend:
     """
 
     def __init__(self, options: DiskOptions) -> None:
-        """
-        Raises:
-            ConfigError: The options contradict each other.
-        """
-        options.segment_size()
-        options.keep_free(0)
         self._options = options
         self._tally = Tally()
         self._session: _Session | None = None
@@ -91,8 +84,7 @@ class DiskBackend:
 
     def usage(self) -> Usage:
         session = self._opened()
-        if session.store.stale():
-            session.threads.post(session.store.refresh)
+        session.refresh()
         return session.store.usage()
 
     def counters(self) -> Mapping[str, int]:
@@ -119,66 +111,70 @@ class DiskBackend:
 
 
 class _Session:
-    """One opening: a store and its threads. What hangs in it holds up no later one."""
+    """One opening: a store and its threads. What hangs in it holds up no later opening. It may still write when it
+    goes on, so the store keeps its locks, and counts as another owner, until that has ended."""
 
     def __init__(self, options: DiskOptions, tally: Tally) -> None:
         self.store = Store(options, tally)
-        self.threads = IoThreads("disk", options.threads)
-        self._calls: set[asyncio.Future[None]] = set()
-        self._deciding = threading.Lock()
-        self._ready = False
+        self._threads = IoThreads("disk", options.threads)
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._refreshing: asyncio.Future[None] | None = None
+        self._counting = threading.Lock()
+        self._running = 0  # calls that have not ended; counted on the threads, since the event loop may end before
         self._given_up = False
 
     async def open(self) -> None:
         try:
-            await self.threads.run(self._open)
+            await asyncio.shield(self._submit(self.store.open))
         except BaseException:
-            with self._deciding:
-                self._given_up = True
-            if self._ready:
-                self.threads.post(self._end)
-            else:
-                self.threads.close()
+            if not self._give_up():
+                self._threads.post(self._end)
             raise
 
     async def each(self, fn: Callable[..., R], calls: Iterable[tuple[object, ...]]) -> list[R]:
         """Call `fn` with each of the arguments, on the threads, and return when all have ended, even if cancelled."""
-        with self._call():
-            futures = [self.threads.submit(fn, *arguments) for arguments in calls]
-            await ended(futures)
-            return [future.result() for future in futures]
+        futures = [self._submit(fn, *arguments) for arguments in list(calls)]
+        await ended(futures)
+        return [future.result() for future in futures]
+
+    def refresh(self) -> None:
+        """Learn how many share the capacity, if it is time, without waiting for it."""
+        if self.store.stale() and (self._refreshing is None or self._refreshing.done()):
+            self._refreshing = self._submit(self.store.refresh)
 
     async def close(self) -> None:
         if self._calls:
-            _, hanging = await asyncio.wait(self._calls, timeout=_LAST_CALLS)
-            if hanging:
-                self._given_up = True
-                return
-        await self.threads.finish(self.store.close)
-        self.threads.close()
+            await asyncio.wait(self._calls, timeout=_LAST_CALLS)
+        if not self._give_up():
+            await self._threads.finish(self._end)
 
-    def _open(self) -> None:
-        self.store.open()
-        with self._deciding:
-            self._ready = not self._given_up
-        if not self._ready:  # a mount hung, and nobody waits any more
-            self.store.close()
+    def _submit(self, fn: Callable[..., R], *arguments: object) -> asyncio.Future[R]:
+        with self._counting:
+            self._running += 1
+        future = self._threads.submit(self._run, fn, arguments)
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        return future
 
-    @contextlib.contextmanager
-    def _call(self) -> Iterator[None]:
-        call: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._calls.add(call)
+    def _run(self, fn: Callable[..., R], arguments: tuple[object, ...]) -> R:
         try:
-            yield
+            return fn(*arguments)
         finally:
-            self._calls.discard(call)
-            call.set_result(None)
-            if self._given_up and not self._calls:
-                self.threads.post(self._end)
+            with self._counting:
+                self._running -= 1
+                last = self._given_up and not self._running
+            if last:
+                self._end()
+
+    def _give_up(self) -> bool:
+        """Leave the end to the last call, if one is under way."""
+        with self._counting:
+            self._given_up = self._running > 0
+            return self._given_up
 
     def _end(self) -> None:
         self.store.close()
-        self.threads.close()
+        self._threads.close()
 
 
 def _check(chunk: Chunk) -> None:

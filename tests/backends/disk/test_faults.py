@@ -190,7 +190,7 @@ class Hanging:
             if self.on:
                 self.entered.set()
                 assert self.release.wait(60)
-            return 0 if args[0] < 0 else call(*args, **kwargs)
+            return 0 if args[0] == -1 else call(*args, **kwargs)
 
         monkeypatch.setattr(os, name, hung)
 
@@ -233,13 +233,75 @@ async def test_what_hangs_is_left_behind_and_its_locks_are_free_when_it_ends(
 
 def _wait_for_end(tier: DiskBackend) -> None:
     """Until the threads of openings before the present one have ended."""
-    session = tier._session
-    assert session is not None
-    current = session.threads
+    current = None if tier._session is None else tier._session._threads._work
     for thread in threading.enumerate():
-        if thread.name.startswith("disk-") and getattr(thread, "_target", None) != current._work:
+        if thread.name.startswith("disk-") and getattr(thread, "_target", None) != current:
             thread.join(30)
             assert not thread.is_alive()
+
+
+async def test_what_hangs_without_anybody_waiting_keeps_its_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking up who shares the path gives empty segments back, in the background. What hangs there must not remove a
+    file when another opening has the shard."""
+    monkeypatch.setattr(backend, "_LAST_CALLS", 0.01)
+    small = options(tmp_path, capacity=3 * SIZE, segment=SIZE)
+    tier, other = DiskBackend(small), DiskBackend(small)
+    await tier.open()
+    assert await tier.write([chunk(0), chunk(1)]) == [WriteResult.STORED] * 2
+    await tier.delete([chunk(1).key])
+    assert taken(tmp_path) == 2 * SIZE, "one that is empty is kept"
+    await other.open()
+    hanging = Hanging(monkeypatch, "unlink")
+    session = tier._session
+    assert session is not None
+    session.store._refreshed = 0.0
+    tier.usage()
+    await hanging.wait()
+    await tier.close()
+    hanging.on = False
+    await other.close()
+    await tier.open()
+    assert tier.usage().capacity == 3 * SIZE // 2, "the hung opening still has its shard"
+    assert await tier.contains([chunk(0).key]) == [False]
+    assert await tier.write([chunk(2)]) == [WriteResult.STORED]
+    hanging.release.set()
+    await asyncio.to_thread(_wait_for_end, tier)
+    await tier.open()
+    assert await tier.contains([chunk(i).key for i in range(3)]) == [True, False, True]
+    assert tier.usage().capacity == 3 * SIZE
+    await tier.close()
+
+
+def test_locks_are_free_when_what_hangs_has_ended_though_the_event_loop_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_LAST_CALLS", 0.01)
+    hanging = Hanging(monkeypatch, "preadv")
+    loop = asyncio.new_event_loop()
+    tier = DiskBackend(options(tmp_path))
+
+    async def leave_hanging() -> asyncio.Task[object]:
+        await tier.open()
+        assert await tier.write([chunk(0)]) == [WriteResult.STORED]
+        reading = asyncio.create_task(tier.read([chunk(0).key], [aligned_buffer(SIZE)]))
+        await hanging.wait()
+        await tier.close()
+        return reading
+
+    reading = loop.run_until_complete(leave_hanging())
+    assert not reading.done()
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    with opened(tmp_path) as store:
+        assert_lacks(store, chunk(0))
+    hanging.on = False
+    hanging.release.set()
+    _wait_for_end(tier)
+    with opened(tmp_path) as store:
+        assert_holds(store, chunk(0))
+    reading._log_destroy_pending = False  # type: ignore[attr-defined]  # it is left on purpose
 
 
 async def test_an_opening_that_is_given_up_holds_no_locks_later(
