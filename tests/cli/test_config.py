@@ -55,7 +55,7 @@ def test_check_asks_the_backends_too(run: Run, tmp_path: Path) -> None:
     checked = run("config", "check", file)
     assert checked.code == 1
     assert checked.err == (
-        f"lmcache-core: error: {file}:5: tiers[0]: disk: path 'nvme/kv' must be absolute; write it from / on\n"
+        f"lmcache-core: error: {file}:6: disk: path 'nvme/kv' must be absolute; write it from / on\n"
     )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from lmcache_core.errors import ConfigError
+from lmcache_core.config import InvalidSetting
 from lmcache_core.units import ByteSize, format_size
 
 __all__ = ["UNIT", "DiskOptions"]
@@ -21,7 +21,11 @@ _FEWEST_SEGMENTS = 16
 
 
 class DiskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the local disk."""
+    """Options of the local disk.
+
+    Raises:
+        InvalidSetting: One of them cannot work; the message says what to write.
+    """
 
     path: str | list[str]
     """Directory for the cache, best on a local NVMe drive. Several directories, each on a drive of its own, share the
@@ -40,32 +44,29 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     min_free: ByteSize | str = "5%"
     """Leave this much of the file system free, in bytes or as a percentage of its size."""
 
-    def paths(self) -> list[str]:
-        """Absolute paths in order.
+    def __post_init__(self) -> None:
+        self.segment_size()
+        self.keep_free(0)
 
-        Raises:
-            ConfigError: There is none, or one twice.
-        """
+    def paths(self) -> list[str]:
+        """Absolute paths in order."""
         written = [self.path] if isinstance(self.path, str) else list(self.path)
         if not written or not all(written):
-            raise ConfigError("disk: path is empty; write the directory that shall hold the cache")
+            raise InvalidSetting(("path",), "disk: path is empty; write the directory that shall hold the cache")
         found = [os.path.normpath(os.path.join(os.sep, os.path.expanduser(path))) for path in written]
         for path in written:
             if not os.path.isabs(os.path.expanduser(path)):
-                raise ConfigError(f"disk: path {path!r} must be absolute; write it from / on")
+                raise InvalidSetting(("path",), f"disk: path {path!r} must be absolute; write it from / on")
         if len(set(found)) < len(found):
-            raise ConfigError(f"disk: path names a directory twice: {', '.join(written)}")
+            raise InvalidSetting(("path",), f"disk: path names a directory twice: {', '.join(written)}")
         return found
 
     def share(self) -> int:
-        """Bytes of `capacity` for each path, a multiple of `UNIT`.
-
-        Raises:
-            ConfigError: It is too small for anything.
-        """
+        """Bytes of `capacity` for each path, a multiple of `UNIT`."""
         share = self.capacity // len(self.paths()) // UNIT * UNIT
         if share < UNIT:
-            raise ConfigError(f"disk: capacity {format_size(self.capacity)} holds nothing; write at least 1GiB")
+            size = format_size(self.capacity)
+            raise InvalidSetting(("capacity",), f"disk: capacity {size} holds nothing; write at least 1GiB")
         return share
 
     def segment_size(self) -> int:
@@ -75,18 +76,15 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.segment is not None:
             wanted = self.segment
             if wanted < UNIT:
-                raise ConfigError(f"disk: segment {format_size(wanted)} is too small; leave it out, or write 1GiB")
+                size = format_size(wanted)
+                raise InvalidSetting(("segment",), f"disk: segment {size} is too small; leave it out, or write 1GiB")
         else:
             wanted = min(_SEGMENT, share // _FEWEST_SEGMENTS)
             wanted = max(wanted, fewest)
         return max(UNIT, wanted // UNIT * UNIT)
 
     def keep_free(self, total: int) -> int:
-        """Bytes to leave free on a file system of `total` bytes.
-
-        Raises:
-            ConfigError: `min_free` is no size and no percentage.
-        """
+        """Bytes to leave free on a file system of `total` bytes."""
         if isinstance(self.min_free, int):
             return self.min_free
         text = self.min_free.strip()
@@ -95,5 +93,5 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         except ValueError:
             percent = -1.0
         if not text.endswith("%") or not 0 <= percent < 100:
-            raise ConfigError(f"disk: min_free {self.min_free!r} is not possible; write 20GiB or 5%")
+            raise InvalidSetting(("min_free",), f"disk: min_free {self.min_free!r} is not possible; write 20GiB or 5%")
         return int(total * percent / 100)

@@ -1,10 +1,14 @@
 """What users write, and what it comes to."""
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lmcache_backends.disk import DiskBackend, DiskOptions
+from lmcache_backends.disk import DiskOptions
+from lmcache_core.config import load_config
 from lmcache_core.config.conversion import convert
 from lmcache_core.errors import ConfigError
 from lmcache_core.plugins import load_backend
@@ -55,11 +59,19 @@ def test_segments_fit_the_capacity(capacity: int, segment: int) -> None:
         ({"path": ["/a/b", "/a/b/"]}, "twice"),
         ({"capacity": 100}, "holds nothing"),
         ({"segment": 10}, "segment 10B is too small"),
+        ({"path": ["/a", "b"]}, "'b' must be absolute"),
         ({"min_free": "lots"}, "write 20GiB or 5%"),
         ({"min_free": "100%"}, "write 20GiB or 5%"),
     ],
 )
-def test_options_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     wanted: dict[str, Any] = {"path": "/cache", "capacity": MIB} | changes
     with pytest.raises(ConfigError, match=message):
-        DiskBackend(DiskOptions(**wanted))
+        DiskOptions(**wanted)
+    lines = [f"{key}: {json.dumps(value)}" for key, value in wanted.items()]
+    file = tmp_path / "node.yaml"
+    file.write_text("tiers:\n  - backend: disk\n" + "".join(f"    {line}\n" for line in lines))
+    (key,) = changes
+    where = re.escape(f"{file}:{3 + list(wanted).index(key)}: ")
+    with pytest.raises(ConfigError, match=f"^{where}.*{message}"):
+        load_config(file)
