@@ -13,10 +13,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.faults import crash, frames, logs, media, owners, power
+from benchmarks.faults import crash, frames, logs, media, owners, power, stress
 from benchmarks.faults.campaign import Campaign, Fault, Report
 
-FAULTS: list[Fault] = [*frames.FAULTS, *logs.FAULTS, *crash.FAULTS, *owners.FAULTS, *power.FAULTS, *media.FAULTS]
+FAULTS: list[Fault] = [
+    *frames.FAULTS,
+    *logs.FAULTS,
+    *crash.FAULTS,
+    *owners.FAULTS,
+    *power.FAULTS,
+    *media.FAULTS,
+    *stress.FAULTS,
+]
 
 ROOT = Path(__file__).parents[2]
 SHOWN = 20

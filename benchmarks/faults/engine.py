@@ -135,18 +135,21 @@ class Engine:
         found = self._call("lookup", lambda: self.cache.lookup(prompt.tokens))
         return 0 if found is None else found.tokens // PAGE_TOKENS
 
-    def retrieve(self, prompt: Prompt, timeout: float | None = None, **more: Any) -> int:
+    def retrieve(self, prompt: Prompt, timeout: float | None = None, *, first_page: int = 0, **more: Any) -> int:
         """Pages that came back, with the right bytes."""
         view = self.view(prompt)
+        first = first_page * PAGE_TOKENS
         found = self._call(
-            "retrieve", lambda: self.cache.retrieve(prompt.tokens, view, timeout=timeout, **more), timeout or 0.0
+            "retrieve",
+            lambda: self.cache.retrieve(prompt.tokens, view, timeout=timeout, first_token=first, **more),
+            timeout or 0.0,
         )
         if found is None:
             return 0
         pages = found.tokens // PAGE_TOKENS
         if pages > prompt.pages:
             self._run.wrong(f"{pages} pages of {prompt} came back")
-        elif (page := view.first_difference(0, pages)) is not None:
+        elif (page := view.first_difference(first_page, pages)) is not None:
             self._run.wrong(f"page {page} of {prompt} has other bytes")
         return pages
 
