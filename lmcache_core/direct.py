@@ -62,6 +62,8 @@ class DirectClient:
         self._owns = owns
         self._bits = {CPU: POOL} | {tier.name: tier_bit(n) for n, tier in enumerate(node.config.tiers)}
         self._names = {bit: name for name, bit in self._bits.items()}
+        self._pins: dict[tuple[bytes, ...], list[Found]] = {}
+        """What each pin has found, by space and keys; what is found when it ends may be something else."""
 
     def register(self, namespace: Namespace) -> DirectModel:
         """See `Client`."""
@@ -261,14 +263,18 @@ class DirectClient:
         with self.node.locked() as index:
             found = index.find(_spaces(model), keys)
             index.pin(piece.entry for piece in found.pieces)
+            self._pins.setdefault((_spaces(model)[0].digest, *keys), []).append(found)
         return found.pages
 
     def unpin(self, model: Model, keys: Sequence[bytes]) -> int:
         """See `Client`."""
         with self.node.locked() as index:
-            found = index.find(_spaces(model), keys)
-            pinned = [piece for piece in found.pieces if piece.entry.pins == 1]
-            index.unpin(piece.entry for piece in found.pieces)
+            pins = self._pins.pop(name := (_spaces(model)[0].digest, *keys), [])
+            pieces = pins.pop().pieces if pins else []
+            if pins:
+                self._pins[name] = pins
+            pinned = [piece for piece in pieces if piece.entry.pins == 1]
+            index.unpin(piece.entry for piece in pieces)
         return sum(piece.pages for piece in pinned if piece.group == 0)
 
     def evict(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> int:
@@ -338,14 +344,14 @@ def _spaces(model: Model) -> Sequence[Space]:
 
 
 def _future(load: Load) -> Future[bool]:
-    future: Future[bool] = Future()
+    future = _uncancellable()
     load.waiters.append(future.set_result)
     return future
 
 
 def _arrival(writes: Sequence[Write], outcome: Callable[[], bool]) -> Future[bool]:
     """A future of `outcome` once `writes` have ended. Their waiters are called on the event loop, one after another."""
-    future: Future[bool] = Future()
+    future = _uncancellable()
     left = len(writes)
 
     def ended(_: bool) -> None:
@@ -358,4 +364,11 @@ def _arrival(writes: Sequence[Write], outcome: Callable[[], bool]) -> Future[boo
         write.waiters.append(ended)
     if not writes:
         future.set_result(outcome())
+    return future
+
+
+def _uncancellable() -> Future[bool]:
+    """A future that stays open when a coroutine that waits for it is cancelled: whoever sets it must not be hit."""
+    future: Future[bool] = Future()
+    future.set_running_or_notify_cancel()
     return future
