@@ -12,9 +12,11 @@ another format than ours is not adopted: another version may come back for it, u
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
+import stat
 import threading
 from typing import NamedTuple
 
@@ -72,7 +74,7 @@ class Volume:
 
     def open(self) -> list[tuple[Shard, dict[tuple[bytes, bytes], Entry]]]:
         """Adopt what others left, or start afresh. What lies in each shard, by key."""
-        os.makedirs(self.path, mode=0o700, exist_ok=True)
+        self._make()
         unreadable = []
         with self._node_lock():
             for name in shard_names(self.path):
@@ -102,6 +104,14 @@ class Volume:
             self._drop_empty()
             self._share_with(self._others())
         return loaded
+
+    def _make(self) -> None:
+        """Make the directory, unless it is there. If it cannot even be looked at, say why not."""
+        try:
+            os.makedirs(self.path, mode=0o700)
+        except FileExistsError:
+            if not stat.S_ISDIR(os.stat(self.path).st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, "is no directory", self.path) from None
 
     def close(self) -> None:
         """Let go of the shards. Idempotent."""

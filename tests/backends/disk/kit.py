@@ -90,6 +90,13 @@ def taken(path: Path) -> int:
     return sum(segment.stat().st_size for segment in path.glob("*/segment-*"))
 
 
+def use_up(file: Path) -> None:
+    """Write until the file system is full."""
+    with open(file, "wb", buffering=0) as others:
+        while True:
+            others.write(bytes(4 * KIB))
+
+
 def copy_of(path: Path, to: Path) -> Path:
     """What a crash at this moment would leave; its locks are nobody's."""
     shutil.rmtree(to, ignore_errors=True)
