@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import xxhash
@@ -60,26 +60,23 @@ class FrameShape:
     pages: int
     shards: int
     page_bytes: int
+    header_bytes: int = field(init=False, compare=False)
+    """Size of the header, a multiple of 4096."""
+    shard_bytes: int = field(init=False, compare=False)
+    """Size of one shard of the payload."""
+    payload_bytes: int = field(init=False, compare=False)
+    """Size of the payload without its padding."""
+    nbytes: int = field(init=False, compare=False)
+    """Size of the whole frame, a multiple of 4096."""
 
-    @property
-    def header_bytes(self) -> int:
-        """Size of the header, a multiple of 4096."""
-        return aligned(_FIXED.size + self.pages * (_KEY + _ENTRY.size * self.shards))
-
-    @property
-    def shard_bytes(self) -> int:
-        """Size of one shard of the payload."""
-        return self.pages * self.page_bytes
-
-    @property
-    def payload_bytes(self) -> int:
-        """Size of the payload without its padding."""
-        return self.shards * self.shard_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the whole frame, a multiple of 4096."""
-        return self.header_bytes + aligned(self.payload_bytes)
+    def __post_init__(self) -> None:
+        header = aligned(_FIXED.size + self.pages * (_KEY + _ENTRY.size * self.shards))
+        payload = self.shards * self.pages * self.page_bytes
+        put = object.__setattr__
+        put(self, "header_bytes", header)
+        put(self, "shard_bytes", self.pages * self.page_bytes)
+        put(self, "payload_bytes", payload)
+        put(self, "nbytes", header + aligned(payload))
 
 
 @lru_cache(maxsize=1024)
