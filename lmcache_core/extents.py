@@ -1,9 +1,10 @@
 """Which parts of a range of bytes are free: best-fit allocation of extents, by plain arithmetic without I/O.
 
 Free extents are kept three times: by start and by end, so that a freed extent finds its neighbours, and by size, so
-that an allocation finds the smallest that fits. Each size has a heap of starts. An extent that is cut or joined stays
-in its heap, out of date, until the heap's top is looked at or half of all entries are out of date. So no operation
-looks at all extents; only `take` needs them in order, and sorts them once for a run of `take`s.
+that an allocation finds the smallest that fits. By size they lie in buckets, one for each power of two, and in a
+bucket in order, as one number each: the largest first, of equal ones the last. What is allocated next is then at a
+bucket's end, where removing it moves nothing. So no operation looks at all extents; only `take` needs them in order of
+offset, and sorts them once for a run of `take`s.
 
 Not thread-safe: the owner has a lock of its own around it.
 """
@@ -12,13 +13,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
-from heapq import heappop, heappush
 
 from lmcache_core.errors import UsageError
 
 __all__ = ["ExtentAllocator"]
 
-_STALE_LIMIT = 256
+_SHIFT = 64
+_START = (1 << _SHIFT) - 1
 _TOO_SMALL = "an extent has at least one byte, not {}"
 
 
@@ -28,18 +29,7 @@ class ExtentAllocator:
     The smallest free extent that fits is cut, at its start; of several, the one at the lowest offset.
     """
 
-    __slots__ = (
-        "_capacity",
-        "_ends",
-        "_entries",
-        "_free",
-        "_free_bytes",
-        "_heaps",
-        "_ordered",
-        "_sizes",
-        "_used",
-        "unit",
-    )
+    __slots__ = ("_buckets", "_capacity", "_ends", "_filled", "_free", "_free_bytes", "_ordered", "_used", "unit")
 
     def __init__(self, capacity: int = 0, unit: int = 4096) -> None:
         """Start with `capacity` bytes, all free; what is beyond the last whole `unit` is not used.
@@ -55,9 +45,8 @@ class ExtentAllocator:
         self._free: dict[int, int] = {}  # start -> size
         self._ends: dict[int, int] = {}  # end -> start
         self._used: dict[int, int] = {}  # start -> size
-        self._heaps: dict[int, list[int]] = {}  # size -> starts, some of them out of date
-        self._sizes: list[int] = []  # keys of _heaps in order
-        self._entries = 0  # in all heaps
+        self._buckets: dict[int, list[int]] = {}  # by size: -(size << _SHIFT | start), ascending
+        self._filled = 0  # bit n: bucket n is not empty
         self._ordered: list[int] | None = None  # keys of _free in order, while only `take` is called
         self.grow(capacity)
 
@@ -74,10 +63,7 @@ class ExtentAllocator:
     @property
     def largest(self) -> int:
         """Size of the largest free extent in bytes: what can be allocated in one piece. 0 when all is taken."""
-        sizes = self._sizes
-        while sizes and self._lowest(sizes[-1]) is None:
-            pass
-        return sizes[-1] if sizes else 0
+        return -self._buckets[self._filled.bit_length() - 1][0] >> _SHIFT if self._filled else 0
 
     def allocate(self, nbytes: int) -> int | None:
         """Take `nbytes`, rounded up to whole units, and return the offset; None when no free extent is that large.
@@ -88,22 +74,29 @@ class ExtentAllocator:
         if nbytes < 1:
             raise UsageError(_TOO_SMALL.format(nbytes))
         size = -(-nbytes // self.unit) * self.unit
-        sizes = self._sizes
-        at = bisect_left(sizes, size)
-        while at < len(sizes):
-            found = sizes[at]
-            start = self._lowest(found)  # when there is none, sizes[at] is the next size now
-            if start is not None:
-                self._ordered = None
-                del self._free[start]
-                if found > size:
-                    self._put(start + size, start + found)
-                else:
-                    del self._ends[start + size]
-                self._used[start] = size
-                self._free_bytes -= size
-                return start
-        return None
+        number = size.bit_length()
+        bucket = self._buckets.get(number)
+        at = bisect_right(bucket, -(size << _SHIFT)) - 1 if bucket else -1
+        if not bucket or at < 0:  # from the next bucket that has anything, the smallest
+            larger = self._filled >> (number + 1)
+            if not larger:
+                return None
+            number += (larger & -larger).bit_length()
+            bucket = self._buckets[number]
+            at = -1
+        key = -bucket.pop(at)
+        if not bucket:
+            self._filled ^= 1 << number
+        start, found = key & _START, key >> _SHIFT
+        self._ordered = None
+        del self._free[start]
+        if found > size:
+            self._put(start + size, start + found)
+        else:
+            del self._ends[start + size]
+        self._used[start] = size
+        self._free_bytes -= size
+        return start
 
     def free(self, offset: int, nbytes: int) -> None:
         """Give back what `allocate` or `take` gave: the whole extent, `nbytes` as it was asked for.
@@ -141,6 +134,7 @@ class ExtentAllocator:
         if offset < start or offset + size > start + held:
             raise UsageError(f"cannot take {nbytes} bytes at {offset}: not all of it is free")
         del self._free[start], self._ends[start + held]
+        self._remove(start, held)
         del ordered[at]
         if start < offset:
             self._put(start, offset)
@@ -163,23 +157,20 @@ class ExtentAllocator:
         used = {offset: -(-nbytes // unit) * unit for offset, nbytes in extents}
         if self._used or len(used) < len(extents) or any(nbytes < 1 or offset % unit for offset, nbytes in extents):
             raise UsageError("cannot take these extents: not all of them are free, or they are no extents")
-        self._free, self._ends, self._entries, self._ordered = {}, {}, 0, None
+        self._free, self._ends, self._buckets, self._filled, self._ordered = {}, {}, {}, 0, None
         self._used = used
         self._free_bytes = self._capacity - sum(used.values())
         last = 0
         for offset, size in used.items():
             if offset > last:
-                self._free[last] = offset - last
-                self._ends[offset] = last
+                self._put(last, offset)
             elif offset < last:
                 raise UsageError(f"cannot take {size} bytes at {offset}: it is taken up to {last}")
             last = offset + size
         if last < self._capacity:
-            self._free[last] = self._capacity - last
-            self._ends[self._capacity] = last
+            self._put(last, self._capacity)
         elif last > self._capacity:
             raise UsageError(f"cannot take up to {last}: there are {self._capacity} bytes")
-        self._rebuild()
 
     def grow(self, nbytes: int) -> None:
         """Add `nbytes` of free space at the end; what is beyond the last whole `unit` is not used.
@@ -203,9 +194,11 @@ class ExtentAllocator:
         free, ends = self._free, self._ends
         after = free.pop(end, None)
         if after is not None:
+            self._remove(end, after)
             end += after
         before = ends.pop(start, None)
         if before is not None:
+            self._remove(before, start - before)
             start = before
         self._put(start, end)
 
@@ -213,33 +206,19 @@ class ExtentAllocator:
         size = end - start
         self._free[start] = size
         self._ends[end] = start
-        heap = self._heaps.get(size)
-        if heap is None:
-            self._heaps[size] = [start]
-            insort(self._sizes, size)
+        number = size.bit_length()
+        key = -(size << _SHIFT | start)
+        bucket = self._buckets.get(number)
+        if bucket:
+            insort(bucket, key)
         else:
-            heappush(heap, start)
-        self._entries += 1
-        if self._entries > 2 * len(self._free) + _STALE_LIMIT:
-            self._rebuild()
+            self._buckets[number] = [key]
+            self._filled |= 1 << number
 
-    def _lowest(self, size: int) -> int | None:
-        """Where the first free extent of exactly `size` starts. A size that has none is forgotten."""
-        heap, free = self._heaps[size], self._free
-        while heap:
-            if free.get(heap[0]) == size:
-                return heap[0]
-            heappop(heap)
-            self._entries -= 1
-        del self._heaps[size]
-        del self._sizes[bisect_left(self._sizes, size)]
-        return None
-
-    def _rebuild(self) -> None:
-        """Drop all entries that are out of date."""
-        heaps: dict[int, list[int]] = {}
-        for start in sorted(self._free):  # a sorted list is a heap
-            heaps.setdefault(self._free[start], []).append(start)
-        self._heaps = heaps
-        self._sizes = sorted(heaps)
-        self._entries = len(self._free)
+    def _remove(self, start: int, size: int) -> None:
+        """Forget a free extent's size."""
+        number = size.bit_length()
+        bucket = self._buckets[number]
+        del bucket[bisect_left(bucket, -(size << _SHIFT | start))]
+        if not bucket:
+            self._filled ^= 1 << number

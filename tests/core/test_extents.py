@@ -69,15 +69,35 @@ def test_misuse_is_refused_and_changes_nothing() -> None:
     assert extents.free_bytes == extents.largest == 8 * UNIT
 
 
-def test_entries_out_of_date_do_not_pile_up() -> None:
+def test_nothing_is_kept_of_extents_that_were_joined() -> None:
     extents = ExtentAllocator(1 << 30)
     for n in range(1, 20_000):
         nbytes = n % 50 * UNIT + 1
         place = extents.allocate(nbytes)
         assert place == 0
         extents.free(place, nbytes)
-    assert extents._entries < 1000
+    assert sum(map(len, extents._buckets.values())) == 1
     assert extents.largest == 1 << 30
+
+
+@pytest.mark.parametrize("unit", [1, 3, UNIT])
+def test_sizes_of_many_magnitudes(unit: int) -> None:
+    """Best fit holds within a bucket of sizes and from one to the next."""
+    sizes = [unit * size for power in range(1, 40, 3) for size in {1 << power, (1 << power) + 1, (1 << power) * 3 // 2}]
+    extents = ExtentAllocator(sum(sizes) + unit * (len(sizes) + 1), unit)
+    gaps = {}
+    for size in sizes:
+        place, wall = extents.allocate(size), extents.allocate(unit)
+        assert wall == (place or 0) + size
+        gaps[size] = place
+    assert extents.allocate(unit) is not None
+    for size, place in gaps.items():
+        assert place is not None
+        extents.free(place, size)
+    assert extents.largest == max(sizes)
+    for size in sorted(sizes, reverse=True):
+        assert extents.allocate(size) == gaps[size]
+    assert extents.free_bytes == extents.largest == 0
 
 
 class Against(RuleBasedStateMachine):
