@@ -7,6 +7,7 @@ takes what the cache lacks of a prompt, and a retrieve gives the longest prefix 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_core import operations
 from lmcache_core.client import Client, Stats
-from lmcache_core.errors import ClosedError, LayoutError
+from lmcache_core.errors import ClosedError, LayoutError, UsageError
 from lmcache_core.index.boundary import stops
 from lmcache_core.keys import PageHasher, Tokens, make_seed
 from lmcache_core.namespace import Namespace
@@ -22,6 +23,10 @@ from lmcache_core.protocols import KVView
 
 if TYPE_CHECKING:
     from lmcache_core.config import LoadedConfig
+
+
+LONGEST_WAIT = 1e8
+"""Seconds, some three years."""
 
 
 class Prompt:
@@ -97,7 +102,7 @@ class StoreResult:
         """Wait until the writes of these chunks to tiers have ended. Returns whether every chunk of the prompt is on
         every tier that is written through; then it survives a crash of this process where the tier is persistent."""
         try:
-            return self._written.result(timeout)
+            return self._written.result(_bounded(timeout))
         except TimeoutError:
             return False
 
@@ -115,11 +120,11 @@ class _Base:
         Raises:
             LayoutError: The namespace doesn't fit the node's chunks.
         """
+        self._model = client.register(namespace)
         self.client = client
         self.namespace = namespace
         self.page_tokens = namespace.page_tokens
         self._salt = salt or None
-        self._model = client.register(namespace)
 
     def prompt(
         self,
@@ -173,7 +178,7 @@ class _Base:
             keys = keys[: max(0, max_tokens) // self.page_tokens]
         first = first_token // self.page_tokens
         return operations.retrieve(
-            self.client, self._model, keys, view, first_page=first, places=source, seconds=seconds
+            self.client, self._model, keys, view, first_page=first, places=source, seconds=_bounded(seconds)
         )
 
     def _retrieved(self, loaded: operations.Loaded) -> Retrieved:
@@ -322,7 +327,7 @@ class Cache(_Base):
         `timeout` (seconds) 0 if that takes longer, and it goes on."""
         pages = self.client.prefetch(self._model, self._keys(prompt), source, destination)
         try:
-            return pages.result(timeout) * self.page_tokens
+            return pages.result(_bounded(timeout)) * self.page_tokens
         except TimeoutError:
             return 0
         except CancelledError as error:
@@ -330,7 +335,7 @@ class Cache(_Base):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all writes have ended. Returns whether that came within `timeout` seconds."""
-        return self.client.flush(timeout)
+        return self.client.flush(_bounded(timeout))
 
     def close(self) -> None:
         """Close the node, if this cache opened it. What is queued is written first. Idempotent."""
@@ -415,6 +420,19 @@ class AsyncCache(_Base):
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+
+def _bounded(timeout: float | None) -> float | None:
+    """A timeout that every wait accepts: seconds, not below 0, and no longer than some years.
+
+    Raises:
+        UsageError: It is no number.
+    """
+    if timeout is None:
+        return None
+    if not isinstance(timeout, int | float) or math.isnan(timeout):
+        raise UsageError(f"a timeout is a number of seconds, or None to wait for as long as it takes; not {timeout!r}")
+    return min(max(0.0, timeout), LONGEST_WAIT)
 
 
 def open_node(config: Any) -> tuple[Client, str]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +19,7 @@ from typing import Any, Protocol
 
 from lmcache_core.config import Config, TierConfig
 from lmcache_core.counts import Counts
-from lmcache_core.errors import ClosedError
+from lmcache_core.errors import ClosedError, LayoutError
 from lmcache_core.framing import Framer
 from lmcache_core.hostpool import HostPool
 from lmcache_core.index import Geometry, Index, Space, TierRules
@@ -78,6 +80,7 @@ class Node:
         ]
         self._prober = Prober(self)
         self.closed = False
+        _nodes.add(self)
         self._locked = _Locked(self)
         self._ticking: Future[None] | None = None
         self.metrics: Server | None = None
@@ -164,6 +167,8 @@ class Node:
         Raises:
             LayoutError: It doesn't fit the node's `chunk_tokens`, or is in use with other sizes.
         """
+        if not isinstance(namespace, Namespace):
+            raise LayoutError(f"a Namespace says what the KV is of; this is a {type(namespace).__name__}")
         geometries = [self._geometry(namespace, group) for group in namespace.groups]
         with self.locked() as index:
             return [index.add_space(namespace.space(n), geometry) for n, geometry in enumerate(geometries)]
@@ -344,6 +349,19 @@ class _Locked:
         node.mutex.release()
         if out:
             node.hand_over(out)
+
+
+_nodes: weakref.WeakSet[Node] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: its copies of nodes have no threads, so they are closed, and their parent's go on."""
+    for node in list(_nodes):
+        node.mutex = threading.Lock()  # another thread may have held it
+        node.closed = True
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _tell(waiters: list[Callable[[bool], None]], outcome: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lmcache_core.counts import Counts
 from lmcache_core.errors import LayoutError, UsageError
+from lmcache_core.frame import shape
 from lmcache_core.hostpool import HostPool
 from lmcache_core.index.boundary import chunks_to_store
 from lmcache_core.index.decisions import (
@@ -76,8 +77,9 @@ class Index(Loading):
         """Register one group of a namespace; the same again is the same space.
 
         Raises:
-            LayoutError: It was registered with other sizes.
+            LayoutError: It was registered with other sizes, or its chunks are too large to be handled.
         """
+        shape(geometry.chunk_pages, geometry.shards, geometry.page_bytes)
         space = self.spaces.setdefault(digest, Space(digest))
         if space.geometry is None:
             space.geometry = geometry
@@ -156,13 +158,18 @@ class Index(Loading):
             places: Places to store in.
         """
         plan = StorePlan([], [], places)
-        for group, space in enumerate(spaces):
-            geometry = space.known
-            chunks = chunks_to_store(
-                geometry.kind, len(keys), geometry.chunk_pages, geometry.window_pages, at or (len(keys),)
-            )
-            for first, pages in chunks:
-                self._plan_chunk(plan, space, group, keys, first, pages, first_page)
+        try:
+            for group, space in enumerate(spaces):
+                geometry = space.known
+                chunks = chunks_to_store(
+                    geometry.kind, len(keys), geometry.chunk_pages, geometry.window_pages, at or (len(keys),)
+                )
+                for first, pages in chunks:
+                    self._plan_chunk(plan, space, group, keys, first, pages, first_page)
+        except BaseException:  # whatever went wrong, nothing stays reserved
+            for reservation in plan.reservations:
+                self.abort(reservation)
+            raise
         return plan
 
     def _plan_chunk(

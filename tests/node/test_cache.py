@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import array
 import asyncio
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lmcache_backends.cpu import CpuBackend, CpuOptions
-from lmcache_core import AsyncCache, Cache, ClosedError, ConfigError, LayoutError, Namespace
+from lmcache_core import AsyncCache, Cache, ClosedError, ConfigError, LayoutError, Namespace, UsageError
 from lmcache_core.direct import DirectClient
 from tests.node.kv import PAGE_TOKENS, PageView, at_rest, namespace, open_cache, retrieve, store, tokens
 
@@ -278,3 +279,65 @@ async def test_the_async_form_opens_from_yaml(tmp_path: Path) -> None:
         assert (await cache.store(prompt, PageView.of(prompt.keys))).stored == 4 * PAGE_TOKENS
         assert (await cache.lookup(prompt)).tokens == 4 * PAGE_TOKENS
         assert (await cache.lookup(Cache(cache.client, cache.namespace).prompt(tokens("abcd")))).tokens == 0
+
+
+def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
+    with open_cache(memory()) as cache:
+        store(cache, "abcd")
+        cache.clear(["cpu"])
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                cache.lookup(tokens("abcd"))
+            except ClosedError:
+                cache.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert retrieve(cache, "abcd") == 4
+        at_rest(cache)
+
+
+@pytest.mark.parametrize("timeout", [-1, 0, 1e300, float("inf"), 10**30])
+def test_any_number_is_a_timeout(timeout: float) -> None:
+    with open_cache(memory()) as cache:
+        prompt = cache.prompt(tokens("abcd"))
+        result = cache.store(prompt, PageView.of(prompt.keys))
+        assert result.wait(10)
+        assert result.wait(timeout)
+        cache.clear(["cpu"])
+        cache.flush(timeout)
+        assert cache.prefetch(prompt, timeout=timeout) in (0, 4 * PAGE_TOKENS)
+        assert cache.flush(10)
+        assert retrieve(cache, "abcd", timeout=timeout) == 4
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "1"])
+def test_what_is_no_number_is_no_timeout(timeout: float) -> None:
+    with open_cache() as cache:
+        with pytest.raises(UsageError, match="number of seconds"):
+            cache.flush(timeout)
+        with pytest.raises(UsageError, match="number of seconds"):
+            retrieve(cache, "abcd", timeout=timeout)
+
+
+def test_chunks_too_large_to_be_handled_are_refused_at_once() -> None:
+    group = namespace().groups[0]
+    huge = Namespace.from_manifest(namespace().manifest())
+    huge = type(huge)(
+        weights="huge",
+        groups=(group, type(group)(**{f: getattr(group, f) for f in group.__struct_fields__} | HUGE)),
+        page_tokens=PAGE_TOKENS,
+        encoding=huge.encoding,
+    )
+    with open_cache() as cache:
+        with pytest.raises(LayoutError, match="smaller chunk_tokens"):
+            Cache(cache.client, huge)
+        with pytest.raises(LayoutError, match="Namespace"):
+            Cache(cache.client, "model")  # type: ignore[arg-type]
+        at_rest(cache)
+
+
+HUGE = {"page_layer_bytes": 1 << 40, "layers": (7,)}
