@@ -90,7 +90,7 @@ class StoreResult:
     Args:
         stored: Copied; a retrieve finds them from now on.
         present: Were there before, or are being stored by somebody else.
-        dropped: Found no room.
+        dropped: Found no room, or belong to a chunk that begins in front of `first_token` and is not stored.
     """
 
     stored: int
@@ -306,7 +306,8 @@ class Cache(_Base):
             prompt: Tokens, or what `prompt` made of them.
             view: Where the KV is; pages count from the prompt's start.
             placement: Tiers to write it to besides the host pool; all that are written through by default.
-            first_token: Pages that begin in front of it are not in the view.
+            first_token: Pages that begin in front of it are not in the view. A chunk that begins there is not stored,
+                and so neither are those behind it, unless the cache has it: pass a multiple of `chunk_tokens`.
             turns: Ends of turns in tokens: where sliding-window and recurrent state is kept besides.
 
         Raises:

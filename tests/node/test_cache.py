@@ -311,7 +311,7 @@ def test_any_number_is_a_timeout(timeout: float) -> None:
         cache.flush(timeout)
         assert cache.prefetch(prompt, timeout=timeout) in (0, 4 * PAGE_TOKENS)
         assert cache.flush(10)
-        assert retrieve(cache, "abcd", timeout=timeout) == 4
+        assert retrieve(cache, "abcd", timeout=timeout) in (0, 4)
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), "1"])
