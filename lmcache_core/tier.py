@@ -125,9 +125,9 @@ class TierRunner:
             task.cancel()
         try:
             async with asyncio.timeout(grace):
-                await self.backend.close()
-        except TimeoutError:
-            self._log.warning("close", "tier %s: could not be closed in time", self.config.name)
+                await self._call(self.backend.close(), grace)
+        except (BackendError, ConfigError, TimeoutError) as error:
+            self._log.warning("close", "tier %s: could not be closed: %s", self.config.name, error or "timed out")
 
     async def drained(self) -> None:
         """Wait until nothing is queued or under way."""
@@ -229,8 +229,8 @@ class TierRunner:
             return [None] * len(loads)
         if not any(load.late for load in loads):
             self._breaker.succeeded()
-        if len(results) != len(loads):
-            self.failed(BackendError(f"{len(results)} results for {len(loads)} keys"), "failed to read")
+        if not isinstance(results, (list, tuple)) or len(results) != len(loads):
+            self.failed(BackendError(f"{results!r:.80} for {len(loads)} keys"), "failed to read")
             return [None] * len(loads)
         results = [result if isinstance(result, ReadResult) else None for result in results]
         checked: list[ReadResult | None] = []
@@ -255,6 +255,10 @@ class TierRunner:
                 return await work
         except (BackendError, ConfigError, TimeoutError):
             raise
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise BackendError(f"backend {self.config.backend} cancelled itself") from error
         except Exception as error:  # a plugin may raise anything: that must cost no more than a failed operation
             raise BackendError(f"backend {self.config.backend} raised {type(error).__name__}: {error}") from error
 
@@ -287,8 +291,8 @@ class TierRunner:
             TimeoutError: Not in time.
         """
         held = await self._call(self.backend.contains(keys), self.config.read_timeout)
-        if len(held) != len(keys):
-            raise BackendError(f"{len(held)} answers for {len(keys)} keys")
+        if not isinstance(held, (list, tuple)) or len(held) != len(keys):
+            raise BackendError(f"{held!r:.80} for {len(keys)} keys")
         return held
 
     # Mutations
@@ -297,9 +301,10 @@ class TierRunner:
         keys = {key for mutation in batch for key in _keys(mutation)}
         done = asyncio.get_running_loop().create_future()
         try:
-            while before := [self._busy[key] for key in keys if key in self._busy]:
+            before = {self._busy[key] for key in keys if key in self._busy}
+            self._busy.update(dict.fromkeys(keys, done))  # at once: what comes later for any of them comes after
+            if before:
                 await asyncio.wait(before)
-            self._busy.update(dict.fromkeys(keys, done))
             writes = [mutation for mutation in batch if isinstance(mutation, Write)]
             if writes:
                 await self._write(writes)
@@ -340,8 +345,8 @@ class TierRunner:
                 for write in writes
             ]
             told = await self._call(self.backend.write(chunks), self.config.write_timeout)
-            if len(told) != len(writes):
-                raise BackendError(f"{len(told)} results for {len(writes)} chunks")
+            if not isinstance(told, (list, tuple)) or len(told) != len(writes):
+                raise BackendError(f"{told!r:.80} for {len(writes)} chunks")
             results = [result if isinstance(result, WriteResult) else None for result in told]
             if not late:
                 self._breaker.succeeded()
@@ -409,7 +414,7 @@ class TierRunner:
                 continue  # what hangs there must end before the backend can be closed
             try:
                 async with asyncio.timeout(OPEN_TIMEOUT):
-                    await self.backend.close()
+                    await self._call(self.backend.close(), OPEN_TIMEOUT)
                     await self._open()
             except (BackendError, ConfigError, TimeoutError) as error:
                 self._log.warning("recover", "tier %s is still down: %s", self.config.name, error or "timed out")
@@ -422,7 +427,10 @@ class TierRunner:
         if not self.up or not isinstance(self.backend, ReportsUsage):
             return None
         try:
-            return self.backend.usage()
+            usage = self.backend.usage()
+            if usage.capacity is not None and usage.capacity < 0:
+                raise ValueError(f"a capacity of {usage.capacity}")
+            return usage
         except Exception as error:  # noqa: BLE001 a plugin may raise anything: that must not stop the node's clock
             self._log.warning("usage", "tier %s cannot tell its usage: %s", self.config.name, error)
             return None
