@@ -26,8 +26,8 @@ help:  ## list the targets
 
 setup: $(VENV)/.stamp-model  ## make .venv: torch, transformers, the development tools, a small model
 
-demo: setup  ## run the demo: a real small model on this machine's CPU
-	$(BIN)/lmcache-core demo
+demo: setup  ## run the demo: a real small model on this machine's CPU; plot and figures go to build/demo
+	$(BIN)/lmcache-core demo --out build/demo
 
 test: setup  ## run the tests; PYTEST_ARGS='-k disk -x' narrows them
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lmcache_core.demo.places import cache_folder
@@ -17,14 +17,28 @@ def _default_out() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """See `add_arguments`."""
+    """See `add_arguments`. Without `json` the figures go to the folder `out`."""
 
     json: Path | None = None
     out: Path = field(default_factory=_default_out)
     tokens: int = 64
-    plot: bool = False
+    plot: bool = True
     repeats: int = 5
     document_tokens: int | None = None
+
+    @property
+    def figures(self) -> Path:
+        """The file for the figures."""
+        return self.json or self.out / "figures.json"
+
+    @property
+    def picture(self) -> Path | None:
+        """The file for the picture, if there is to be one."""
+        return self.out / "ttft.png" if self.plot else None
+
+    def resolved(self) -> DemoOptions:
+        """The same with paths that mean the same in every folder."""
+        return replace(self, out=self.out.resolve(), json=self.json and self.json.resolve())
 
     @staticmethod
     def of(arguments: argparse.Namespace) -> DemoOptions:
@@ -41,14 +55,21 @@ class DemoOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the demonstration to a parser."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
-    parser.add_argument("--plot", action="store_true", help="draw the times to the first token as a picture (PNG)")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all figures to FILE (default: figures.json in --out)"
+    )
+    parser.add_argument(
+        "--plot",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="draw the times to the first token as a picture, ttft.png in --out (default: yes)",
+    )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
         default=_default_out(),
-        help="folder for the picture and, while it runs, for the disk tier (%(default)s)",
+        help="folder for the picture, the figures and, while it runs, the disk tier (%(default)s)",
     )
     parser.add_argument("--tokens", type=_positive, default=64, metavar="N", help="tokens to generate (%(default)s)")
     parser.add_argument(

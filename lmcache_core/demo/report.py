@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from lmcache_core.demo.result import WORDS, DemoResult, Measured
-from lmcache_core.errors import PluginError
 
 if TYPE_CHECKING:
     from lmcache_core.demo.options import DemoOptions
 
-__all__ = ["Display", "check_plot", "draw"]
+__all__ = ["Display", "draw"]
 
 
 class Display:
@@ -33,12 +32,14 @@ class Display:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._step = ""
+        self._began = time.monotonic()
 
     def begin(self, options: DemoOptions) -> None:
         """Say what is going to happen."""
         self._err.print(
             "SmolLM2-135M-Instruct in float32 on this machine's CPU reads a handbook and answers questions about it: "
-            f"{options.tokens} tokens each, first without cache, then with it, then again in a new process.",
+            f"{options.tokens} tokens each, first without cache, then with it, then again in a new process."
+            + ("" if options.document_tokens else " On two free cores that takes three to four minutes."),
             highlight=False,
         )
 
@@ -62,7 +63,7 @@ class Display:
             self._step = step
             self._task = self._progress.add_task(step, total=1.0)
             if not self._err.is_terminal:
-                self._err.print(f"- {step}", highlight=False)
+                self._err.print(f"- {time.monotonic() - self._began:3.0f} s: {step}", highlight=False)
         assert self._task is not None
         self._progress.update(self._task, completed=done)
 
@@ -75,6 +76,14 @@ class Display:
         """Print what was found."""
         out = self._out
         out.print(_table(result))
+        if busiest := result.busiest:
+            out.print(
+                Text(
+                    f"This machine is busy: samples of the same thing ({WORDS[busiest.kind]}) differ by "
+                    f"{busiest.spread:.0%}. Times and factors are rough; for better ones run it on a quiet machine.\n",
+                    style="bold yellow",
+                )
+            )
         for number, (name, answer) in enumerate(result.answers.items()):
             question = name if number < len(result.answers) - 1 else "(next turn)"
             out.print(Text(f"{question} ", style="bold"), Text(answer.text or "(no words)"), sep="")
@@ -94,46 +103,58 @@ class Display:
         out.print(
             Text(
                 f"{result.threads} threads; {result.disk_bytes / 2**20:.0f} MiB of KV on disk, read {page_cache}; "
-                "times are medians, from the call to the first new token, hashing, lookup and loading included."
+                "times are medians, from the call to the first new token, hashing, lookup and loading included. "
+                "Spread: from the least to the most, as a part of the median."
             )
         )
+        filling = result.of("filling")[0]
+        out.print(
+            Text(
+                f"The first time with cache, the cache itself took {filling.retrieve_s * 1e3:.0f} ms before the first "
+                f"token, and {filling.store_s * 1e3:.0f} ms after the last to store the KV."
+            ),
+            soft_wrap=True,
+        )
+        minutes, seconds = divmod(round(time.monotonic() - self._began), 60)
+        out.print(Text(f"All of it took {minutes} min {seconds} s."))
+        if result.files:
+            out.print(Text("\nWritten:", style="bold"))
         for path in result.files:
-            out.print(Text(f"written: {path}"), soft_wrap=True)
+            out.print(Text(f"  {path}"), soft_wrap=True)
 
 
 def _table(result: DemoResult) -> Table:
     title = "Time to the first token (from disk: after a restart, in a new process)"
     table = Table(title=title, box=box.SIMPLE, pad_edge=False, title_justify="left")
     table.add_column("how")
-    for name in ("prompt", "from cache", "computed", "first token", "faster", "logit diff"):
+    for name in ("prompt", "from cache", "computed", "first token", "spread", "faster", "logit diff"):
         table.add_column(name, justify="right")
-    cold = result.of("cold")[0].median_s
     for each in result.measured:
         if each.kind in WORDS:
-            table.add_row(*_row(each, cold))
+            table.add_row(*_row(each, result))
     return table
 
 
-def _row(each: Measured, cold: float) -> list[str]:
+def _row(each: Measured, result: DemoResult) -> list[str]:
     return [
         WORDS[each.kind],
         str(each.prompt_tokens),
         ", ".join(f"{tokens} {tier}" for tier, tokens in each.tiers.items()) or "-",
         str(each.computed_tokens),
         f"{each.median_s:.3f} s",
-        f"{cold / each.median_s:.1f}x",
+        f"{each.spread:.0%}" if len(each.ttft_s) > 1 else "-",
+        _faster(each, result),
         ("" if each.tokens_equal else "TOKENS DIFFER ") + f"{each.max_logit_diff:.1e}",
     ]
 
 
-def check_plot() -> None:
-    """Make sure that a picture can be drawn.
-
-    Raises:
-        PluginError: It can't.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise PluginError("--plot needs matplotlib; install it with: pip install 'lmcache-core[demo]'")
+def _faster(each: Measured, result: DemoResult) -> str:
+    """How many times faster than without cache, where that is more than noise."""
+    if each.kind == "cold":
+        return ""
+    if each.kind == "filling" and result.filling_is_noise:
+        return "noise"
+    return f"{result.of('cold')[0].median_s / each.median_s:.1f}x"
 
 
 def draw(result: DemoResult, path: Path) -> None:
@@ -149,13 +170,20 @@ def draw(result: DemoResult, path: Path) -> None:
     bars = axes.barh(
         [f"{WORDS[each.kind]}\n{each.computed_tokens} of {each.prompt_tokens} tokens computed" for each in shown],
         [each.median_s for each in shown],
+        xerr=[
+            [each.median_s - min(each.ttft_s) for each in shown],
+            [max(each.ttft_s) - each.median_s for each in shown],
+        ],
+        error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#555555"},
         color=["#b0413e" if each.kind == "cold" else "#2a6f97" for each in shown],
     )
     labels = [f" {each.median_s:.2f} s  ({cold / each.median_s:.0f}x faster)" for each in shown]
     axes.bar_label(bars, [f" {cold:.2f} s", *labels[1:]], fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(0, cold * 1.25)
-    axes.set_xlabel("seconds from the call to the first new token (lower is better)")
+    axes.set_xlim(0, max(max(each.ttft_s) for each in shown) * 1.25)
+    axes.set_xlabel(
+        "seconds from the call to the first new token (lower is better): median, and from the least to the most"
+    )
     title = (
         f"SmolLM2-135M-Instruct, float32, {result.threads} CPU threads; from disk: after a restart, in a new process"
     )

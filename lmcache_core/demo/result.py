@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["FOLLOW_UP", "WORDS", "Answer", "DemoResult", "Life", "Measured", "Spec"]
+__all__ = ["BUSY", "FOLLOW_UP", "WORDS", "Answer", "DemoResult", "Life", "Measured", "Spec"]
 
 FOLLOW_UP = "follow-up"
 """Name of the second turn; the others are called by their question."""
@@ -25,6 +25,9 @@ WORDS = {
     "disk turn": "next turn, disk",
 }
 """Kinds of measurement that are shown."""
+
+BUSY = 0.5
+"""A spread above which something else is using the machine."""
 
 
 class Spec(msgspec.Struct, frozen=True):
@@ -75,6 +78,16 @@ class Measured(msgspec.Struct):
         """Of the times to the first token."""
         return statistics.median(self.ttft_s)
 
+    @property
+    def range_s(self) -> float:
+        """From the shortest to the longest of the times to the first token."""
+        return max(self.ttft_s) - min(self.ttft_s)
+
+    @property
+    def spread(self) -> float:
+        """The range as a part of the median."""
+        return self.range_s / self.median_s
+
 
 class Life(msgspec.Struct):
     """What a worker tells at its end."""
@@ -114,6 +127,19 @@ class DemoResult:
         """The largest there was."""
         return max(each.max_logit_diff for each in self.measured)
 
+    @property
+    def busiest(self) -> Measured | None:
+        """What was shown and spread most, if that is more than a quiet machine gives."""
+        most = max((each for each in self.measured if each.kind in WORDS), key=lambda each: each.spread)
+        return most if most.spread > BUSY else None
+
+    @property
+    def filling_is_noise(self) -> bool:
+        """Whether the first time with cache, a single sample, is no further from the time without cache than samples
+        of that are from each other."""
+        (cold, *_), (filling, *_) = self.of("cold"), self.of("filling")
+        return abs(filling.median_s - cold.median_s) <= cold.range_s
+
     def __int__(self) -> int:
         """The exit code of the command: 0 if all went well."""
         return 0 if self.tokens_equal else 1
@@ -133,6 +159,13 @@ class DemoResult:
             "memory_speedup": cold.median_s / memory.median_s,
             "disk_speedup": cold.median_s / disk.median_s,
             "question_speedup": cold.median_s / question.median_s,
+            "cold_spread": cold.spread,
+            "memory_spread": memory.spread,
+            "disk_spread": disk.spread,
+            "busy": self.busiest is not None,
+            "filling_is_noise": self.filling_is_noise,
+            "filling_retrieve_s": filling.retrieve_s,
+            "filling_store_s": filling.store_s,
             "tokens_equal": self.tokens_equal,
             "max_logit_diff": self.max_logit_diff,
             "memory_computed_tokens": memory.computed_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import shutil
@@ -14,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from lmcache_core.demo.options import DemoOptions
-from lmcache_core.demo.report import Display, check_plot, draw
+from lmcache_core.demo.packages import check_packages
+from lmcache_core.demo.report import Display, draw
 from lmcache_core.demo.result import DemoResult, Life, Spec
 from lmcache_core.errors import LMCacheError, PluginError
 
@@ -26,14 +28,17 @@ def run_demo(options: DemoOptions | argparse.Namespace) -> DemoResult:
 
     Raises:
         PluginError: A package that it needs isn't installed.
+        OSError: A file can't be written where it should be. Found out before anything is measured.
         LMCacheError: A worker failed; the message has its last words.
     """
     if isinstance(options, argparse.Namespace):
         options = DemoOptions.of(options)
-    if options.plot:
-        check_plot()
-    display = Display()
+    options = options.resolved()
+    check_packages(plot=options.plot)
     options.out.mkdir(parents=True, exist_ok=True)
+    for path in _files(options):
+        _check_file(path)
+    display = Display()
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=options.out))
     try:
         display.begin(options)
@@ -47,22 +52,33 @@ def run_demo(options: DemoOptions | argparse.Namespace) -> DemoResult:
 
 
 def _joined(lives: list[Life], options: DemoOptions) -> DemoResult:
-    files = [options.json, options.out / "ttft.png" if options.plot else None]
     return DemoResult(
         measured=tuple(each for life in lives for each in life.measured),
         answers=lives[0].answers,
         threads=lives[0].threads,
         disk_bytes=lives[0].disk_bytes,
         past_page_cache=all(life.past_page_cache for life in lives),
-        files=tuple(path.absolute() for path in files if path),
+        files=_files(options),
     )
 
 
+def _files(options: DemoOptions) -> tuple[Path, ...]:
+    return (options.figures, *([options.picture] if options.picture else []))
+
+
+def _check_file(path: Path) -> None:
+    """Minutes of measuring must not end with a file that can't be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
 def _write_files(result: DemoResult, options: DemoOptions) -> None:
-    if options.json:
-        options.json.write_text(json.dumps(result.figures(), indent=2) + "\n", encoding="utf-8")
-    if options.plot:
-        draw(result, options.out / "ttft.png")
+    options.figures.write_text(json.dumps(result.figures(), indent=2) + "\n", encoding="utf-8")
+    if options.picture:
+        draw(result, options.picture)
 
 
 def _live(number: int, folder: Path, options: DemoOptions, display: Display) -> Life:

