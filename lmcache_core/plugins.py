@@ -17,9 +17,11 @@ import msgspec
 import pluggy
 
 from lmcache_core import hookspecs
-from lmcache_core.config.fields import Field, fields_of
+from lmcache_core.config.conversion import InvalidSetting
+from lmcache_core.config.fields import Field, fields_of, secrets_of
+from lmcache_core.config.masking import mask
 from lmcache_core.config.structs import TierConfig
-from lmcache_core.errors import PluginError
+from lmcache_core.errors import ConfigError, LMCacheError, PluginError
 from lmcache_core.protocols import StorageBackend
 
 if TYPE_CHECKING:
@@ -38,8 +40,10 @@ BACKENDS = "lmcache_core.backends"
 TRANSFERS = "lmcache_core.transfers"
 
 _DISTRIBUTION = "lmcache-core"
-# Names people may expect, and the extra with what they need.
-_EXTRAS = {"redis": "redis", "valkey": "redis", "s3": "s3", "nfs": "nfs", "gds": "gds", "mooncake": "mooncake"}
+# Names people may expect and that this version lacks.
+_LATER = frozenset({"redis", "valkey", "s3", "nfs", "gds", "mooncake"})
+# The extra with what a backend of our own needs.
+_EXTRAS = {"redis": "redis", "s3": "s3"}
 # What a tier understands itself. `capacity` is for both: the node evicts by it, and a backend may want to know it.
 _TIER_KEYS = frozenset(field.key for field in fields_of(TierConfig)) - {"capacity"}
 
@@ -95,7 +99,13 @@ def load_backend(name: str) -> BackendPlugin:
         raise plugin.error(f"option {taken[0]!r} is a key of every tier; rename it")
 
     def create(options: Any) -> StorageBackend:
-        backend = plugin.call("lmcache_create_backend", options=options)
+        try:
+            backend = plugin.call("lmcache_create_backend", options=options)
+        except Exception as failure:  # a plugin may raise anything
+            told = _told(plugin, options, failure)
+            if told is failure:
+                raise
+            raise told from (failure if str(failure) in str(told) else None)
         if not isinstance(backend, StorageBackend):
             verbs = ("open", "close", "contains", "read", "write", "delete")
             lacking = [verb for verb in verbs if not hasattr(backend, verb)]
@@ -160,7 +170,7 @@ class _Plugin:
 
     def error(self, problem: str) -> PluginError:
         return PluginError(
-            f"{self._kind} {self._name!r} ({self._entry.value}, from {_distribution(self._entry)}): {problem}"
+            mask(f"{self._kind} {self._name!r} ({self._entry.value}, from {_distribution(self._entry)}): {problem}")
         )
 
     def call(self, hook: str, **arguments: object) -> Any:
@@ -170,8 +180,8 @@ class _Plugin:
         try:
             return self._entry.load()
         except Exception as failure:  # A stranger's module may raise anything; it must not stop the others.
-            known = isinstance(failure, ImportError) and self._name in _EXTRAS
-            advice = f"; {_missing_dependency(self._name)}" if known else ""
+            own = _distribution(self._entry) == _DISTRIBUTION and self._name in _EXTRAS
+            advice = f"; {_missing_dependency(self._name)}" if own and isinstance(failure, ImportError) else ""
             raise self.error(f"cannot be imported: {type(failure).__name__}: {failure}{advice}") from failure
 
     def _check_names(self, plugin: object) -> None:
@@ -200,11 +210,12 @@ def _find(group: str, name: str) -> EntryPoint:
     entries = installed.get(name, [])
     if not entries:
         near = difflib.get_close_matches(name, installed, n=1)
-        hints = [f"did you mean {near[0]!r}?"] if near else []
-        hints.append(f"installed are: {', '.join(sorted(installed)) or 'none'}")
-        if group == BACKENDS and name in _EXTRAS:
-            hints.append(_missing_backend(name))
-        raise PluginError(f"there is no {kind} {name!r}; {'; '.join(hints)}")
+        if group == BACKENDS and name in _LATER:
+            advice = f"; this version of {_DISTRIBUTION} has no such backend"
+        else:
+            advice = f" (did you mean {near[0]!r}?)" if near else ""
+        names = ", ".join(sorted(installed)) or "none"
+        raise PluginError(f"there is no {kind} {mask(repr(name))}{advice}; installed are: {names}")
     if len(entries) > 1:
         owners = " and ".join(f"{_distribution(entry)} ({entry.value})" for entry in entries)
         raise PluginError(f"{kind} {name!r} is provided by {owners}; uninstall all but one")
@@ -219,10 +230,14 @@ def _missing_dependency(name: str) -> str:
     return f"to install what it needs: pip install '{_DISTRIBUTION}[{_EXTRAS[name]}]'"
 
 
-def _missing_backend(name: str) -> str:
-    # An extra brings dependencies, not entry points: a name that this version lacks comes with another version only.
-    upgrade = f"pip install -U '{_DISTRIBUTION}[{_EXTRAS[name]}]'"
-    return (
-        f"this version of {_DISTRIBUTION} does not bring it; a newer one may ({upgrade}), or a package that provides "
-        f"the backend {name!r}"
-    )
+def _told(plugin: _Plugin, options: Any, failure: Exception) -> Exception:
+    """What a backend raised instead of being made, without the secrets it may have written into the text."""
+    secrets = secrets_of(options) if isinstance(options, msgspec.Struct) else []
+    text = mask(str(failure), secrets)
+    if not isinstance(failure, LMCacheError):
+        return plugin.error(f"lmcache_create_backend failed: {type(failure).__name__}: {text}")
+    if text == str(failure):
+        return failure
+    if isinstance(failure, InvalidSetting):
+        return InvalidSetting(failure.key, text)
+    return ConfigError(text) if isinstance(failure, ConfigError) else PluginError(text)

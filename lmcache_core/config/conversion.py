@@ -15,8 +15,17 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from lmcache_core.config.fields import describe_type, fields_of, is_struct, marked, union_members, unwrap
-from lmcache_core.config.masking import LooseText, MaskedText, mask_url
+from lmcache_core.config.fields import (
+    describe_type,
+    fields_of,
+    holds_secret,
+    is_struct,
+    marked,
+    secrets_of,
+    union_members,
+    unwrap,
+)
+from lmcache_core.config.masking import LooseText, MaskedText, mask, mask_url, masked_in
 from lmcache_core.errors import ConfigError
 from lmcache_core.units import UnitError, parse_duration, parse_size
 
@@ -35,10 +44,10 @@ _EXPECTED = {
 
 
 class InvalidSetting(ConfigError):
-    """A value can't be used. `key` is its place."""
+    """A value can't be used. `key` is its place. Passwords of URLs in the text are masked."""
 
     def __init__(self, key: Key, problem: str) -> None:
-        super().__init__(problem)
+        super().__init__(mask_url(problem))
         self.key = key
 
 
@@ -49,7 +58,7 @@ def dotted(key: Key) -> str:
 
 def shown(value: object) -> str:
     """A value in an error: short, and without secrets."""
-    text = mask_url(repr(value))
+    text = str(value).lower() if isinstance(value, bool) else mask_url(repr(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -64,9 +73,34 @@ def convert(value: object, type: type[T]) -> T:
 
 def convert_at(key: Key, value: object, annotation: Any) -> Any:
     """`convert` for the value that stands at `key`."""
+    if marked(annotation, "secret"):
+        return _convert_secret(key, value, annotation)
+    return _convert_open(key, value, annotation)
+
+
+def _convert_secret(key: Key, value: object, annotation: Any) -> Any:
+    """A value of which an error tells the kind only."""
+    try:
+        return _convert_open(key, MaskedText(value) if isinstance(value, str) else value, annotation)
+    except InvalidSetting:
+        pass  # its text has the value
+    if value is None:
+        problem = f"{dotted(key)} has no value; write one ({describe_type(annotation)}) or delete it"
+    elif "text" in describe_type(annotation) and not isinstance(value, list | tuple | Mapping | str):
+        problem = (
+            f"{dotted(key)}: {_kind(value)} is not possible (it is secret, so it is not shown); write text: quote it"
+        )
+    else:
+        wanted = describe_type(annotation)
+        quoted = "; text with special characters must be quoted" if "text" in wanted else ""
+        problem = (
+            f"{dotted(key)}: {_kind(value)} is not possible (it is secret, so it is not shown); write {wanted}{quoted}"
+        )
+    raise InvalidSetting(key, problem)
+
+
+def _convert_open(key: Key, value: object, annotation: Any) -> Any:
     inner, _ = unwrap(annotation)
-    if isinstance(value, str) and marked(annotation, "secret"):
-        value = MaskedText(value)
     if members := union_members(inner):
         return _convert_union(key, value, annotation, members)
     if is_struct(inner):
@@ -81,7 +115,8 @@ def convert_at(key: Key, value: object, annotation: Any) -> Any:
 
 def convert_struct(key: Key, value: object, struct: type[msgspec.Struct], also_known: Iterable[str] = ()) -> Any:
     """A struct from a mapping. `also_known` are keys beside the struct's own, offered for misspelt ones."""
-    mapping = mapping_at(key, value)
+    hidden = holds_secret(struct)
+    mapping = mapping_at(key, value, hidden=hidden, advice="" if hidden else _section_for(value, key, struct))
     fields = {field.key: field for field in fields_of(struct)}
     for name in mapping:
         if name not in fields:
@@ -97,19 +132,52 @@ def convert_struct(key: Key, value: object, struct: type[msgspec.Struct], also_k
     try:
         return struct(**arguments)
     except InvalidSetting as inner:
-        raise InvalidSetting((*key, *inner.key), str(inner)) from None
+        place, problem, cause = (*key, *inner.key), str(inner), None
     except (ConfigError, ValueError, TypeError) as refused:
-        where = f"{dotted(key)}: " if key else ""
-        raise InvalidSetting(key, f"{where}{refused}") from refused
+        place, problem, cause = key, f"{dotted(key)}: {refused}" if key else str(refused), refused
+    # What refused it is a plugin's, and may have written values of its options into the text.
+    told = mask(problem, _secrets(struct, arguments))
+    raise InvalidSetting(place, told) from (cause if told == problem else None)
 
 
-def mapping_at(key: Key, value: object) -> Mapping[str, object]:
-    """`value` if it is a mapping with text keys. A section without content counts as empty."""
+def _secrets(struct: type[msgspec.Struct], arguments: Mapping[str, object]) -> list[str]:
+    found = list(masked_in(arguments))
+    for value in arguments.values():
+        found += secrets_of(value) if isinstance(value, msgspec.Struct) else []
+    for field in fields_of(struct):
+        if field.secret and isinstance(value := arguments.get(field.attribute), int | float) and value is not True:
+            found.append(str(value))
+    return found
+
+
+def _section_for(value: object, key: Key, struct: type[msgspec.Struct]) -> str:
+    """How a section is written whose only value stands where its keys should."""
+    if not key or value is None or isinstance(value, Mapping | list | tuple | MaskedText):
+        return ""
+    for field in fields_of(struct):
+        if isinstance(value, bool) and field.key != "enabled":
+            continue
+        try:
+            convert_at((), value, field.annotation)
+        except InvalidSetting:
+            continue
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        return f"; write {key[-1]}: {{{field.key}: {text}}}" if text.isprintable() and len(text) < 40 else ""
+    return ""
+
+
+def mapping_at(key: Key, value: object, *, hidden: bool = False, advice: str = "") -> Mapping[str, object]:
+    """`value` if it is a mapping with text keys. A section without content counts as empty. What is `hidden` may hold
+    a secret and is not in errors."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         where = dotted(key) or "the top level"
-        raise InvalidSetting(key, f"{where} must be a mapping of keys to values, not {_kind(value)} {shown(value)}")
+        # `password:abc` without the space is text.
+        hidden = hidden or (isinstance(value, str) and ":" in value and "://" not in value)
+        what = _kind(value) if hidden else f"{_kind(value, definite=True)} {shown(value)}"
+        hint = "; write 'key: value', with a space after the colon" if hidden and isinstance(value, str) else ""
+        raise InvalidSetting(key, f"{where} must be a mapping of keys to values, not {what}{advice or hint}")
     for name in value:
         if not isinstance(name, str):
             raise InvalidSetting(
@@ -118,14 +186,13 @@ def mapping_at(key: Key, value: object) -> Mapping[str, object]:
     return value
 
 
-def list_at(key: Key, value: object) -> list[object]:
-    """`value` if it is a list. A section without content counts as empty."""
+def list_at(key: Key, value: object, *, hidden: bool = False) -> list[object]:
+    """`value` if it is a list. A section without content counts as empty. For `hidden` see `mapping_at`."""
     if value is None:
         return []
     if not isinstance(value, list | tuple):
-        raise InvalidSetting(
-            key, f"{dotted(key)} must be a list, not {_kind(value)} {shown(value)}; start each entry with '- '"
-        )
+        what = _kind(value) if hidden else f"{_kind(value, definite=True)} {shown(value)}"
+        raise InvalidSetting(key, f"{dotted(key)} must be a list, not {what}; start each entry with '- '")
     return list(value)
 
 
@@ -149,11 +216,14 @@ def _convert_union(key: Key, value: object, annotation: Any, members: Sequence[A
             failures.append(failure)
     if len(failures) == 1:
         raise failures[0]
-    raise InvalidSetting(key, f"{dotted(key)}: {shown(value)} is none of: {describe_type(annotation)}")
+    what = _kind(value) if holds_secret(annotation) else shown(value)
+    wanted = " or ".join(dict.fromkeys(map(_in_words, members)))
+    quoted = "; quote text that looks like a number, date or truth value" if "text" in wanted else ""
+    raise InvalidSetting(key, f"{dotted(key)}: {what} is not possible{_truth(value)}; write {wanted}{quoted}")
 
 
 def _convert_list(key: Key, value: object, annotation: Any, inner: Any) -> Any:
-    items = list_at(key, value)
+    items = list_at(key, value, hidden=holds_secret(annotation))
     arguments = typing.get_args(inner)
     item_type = arguments[0] if arguments else Any
     converted = [convert_at((*key, number), item, item_type) for number, item in enumerate(items)]
@@ -163,7 +233,8 @@ def _convert_list(key: Key, value: object, annotation: Any, inner: Any) -> Any:
 def _convert_mapping(key: Key, value: object, inner: Any) -> Any:
     arguments = typing.get_args(inner)
     value_type = arguments[1] if arguments else Any
-    return {name: convert_at((*key, name), item, value_type) for name, item in mapping_at(key, value).items()}
+    mapping = mapping_at(key, value, hidden=holds_secret(value_type))
+    return {name: convert_at((*key, name), item, value_type) for name, item in mapping.items()}
 
 
 def _convert_scalar(key: Key, value: object, annotation: Any) -> Any:
@@ -204,8 +275,10 @@ def _choose(key: Key, value: object, inner: Any, choices: list[Any]) -> Any:
             return inner(choice) if isinstance(inner, type) else choice
     names = [str(choice) for choice in choices]
     near = difflib.get_close_matches(str(value).lower(), names, n=1, cutoff=0.55)
-    advice = f"did you mean {near[0]!r}? " if near and not isinstance(value, MaskedText) else ""
-    raise InvalidSetting(key, f"{dotted(key)}: {shown(value)} is not possible; {advice}Write one of {', '.join(names)}")
+    advice = f" (did you mean {near[0]!r}?)" if near and not isinstance(value, bool | MaskedText) else ""
+    raise InvalidSetting(
+        key, f"{dotted(key)}: {shown(value)} is not possible{_truth(value)}; write one of {', '.join(names)}{advice}"
+    )
 
 
 def _checked(key: Key, written: object, value: object, annotation: Any) -> Any:
@@ -230,12 +303,29 @@ def _checked(key: Key, written: object, value: object, annotation: Any) -> Any:
         place = f"{dotted(key)}: " if key else ""
         known = describe_type(annotation) in _EXPECTED or limits
         advice = f"{expected} {' and '.join(limits)}".rstrip() if known else f"{expected} ({error})"
-        raise InvalidSetting(key, f"{place}{shown(written)} is not possible; {advice}") from None
+        what = _kind(written) if holds_secret(annotation) else shown(written)
+        raise InvalidSetting(key, f"{place}{what} is not possible{_truth(written)}; {advice}") from None
 
 
-def _kind(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "the mapping"
-    if isinstance(value, list | tuple):
-        return "the list"
-    return "the text" if isinstance(value, str) else "the value"
+def _truth(value: object) -> str:
+    """Why a word has become a truth value."""
+    return " (YAML reads yes, no, on and off as true and false; quote them)" if isinstance(value, bool) else ""
+
+
+def _in_words(annotation: Any) -> str:
+    name = describe_type(annotation)
+    return name if name == "text" or " | " in name else f"a{'n' if name == 'integer' else ''} {name}"
+
+
+def _kind(value: object, *, definite: bool = False) -> str:
+    kinds = (
+        (Mapping, "mapping"),
+        (list | tuple, "list"),
+        (str, "text"),
+        (bool, "truth value"),
+        (int | float, "number"),
+    )
+    name = next((name for kind, name in kinds if isinstance(value, kind)), "value")
+    if definite:
+        return f"the {name}"
+    return name if name == "text" else f"a {name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import yaml
@@ -12,6 +13,8 @@ from lmcache_core.errors import ConfigError
 MAX_BYTES = 2**20
 MAX_NODES = 20_000
 MAX_DEPTH = 32
+
+_OCTAL = re.compile(r"[-+]?0[0-7_]*[0-7]")
 
 
 class Document(NamedTuple):
@@ -91,9 +94,10 @@ class _Builder:
             return self._mapping(key, node, depth)
         if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
             return [self.build((*key, number), item, depth + 1) for number, item in enumerate(node.value)]
-        if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node)
-        raise self._error(node, f"the tag {node.tag!r} is not allowed; delete it")
+        if isinstance(node, yaml.ScalarNode) and node.tag in self._loader.yaml_constructors:
+            return self._scalar(key, node)
+        # Not its name: an unquoted password may begin so.
+        raise self._error(node, f"a tag{_in(key)} is not allowed; delete it, or quote text that begins with '!'")
 
     def _mapping(self, key: Key, node: yaml.MappingNode, depth: int) -> dict[object, object]:
         result: dict[object, object] = {}
@@ -102,7 +106,7 @@ class _Builder:
                 raise self._error(name_node, f"a key in {dotted(key) or 'the top level'} is not text")
             if name_node.tag == "tag:yaml.org,2002:merge":
                 raise self._error(name_node, "merge keys ('<<') are not supported; write the keys out")
-            name = self._scalar(name_node)
+            name = self._scalar(key, name_node)
             place = (*key, name if isinstance(name, str) else str(name))
             if name in result:
                 first = self.lines[place]
@@ -112,12 +116,19 @@ class _Builder:
             result[name] = self.build(place, value_node, depth + 1)
         return result
 
-    def _scalar(self, node: yaml.ScalarNode) -> object:
+    def _scalar(self, key: Key, node: yaml.ScalarNode) -> object:
+        if node.tag == "tag:yaml.org,2002:int" and _OCTAL.fullmatch(node.value):
+            problem = f"YAML reads a number that begins with 0{_in(key)} as octal"
+            raise self._error(node, f"{problem}; leave out the zero, or quote it if it is text")
         value: object = self._loader.construct_object(node)
         return value
 
     def _error(self, node: yaml.Node, problem: str) -> ConfigError:
         return ConfigError(f"{self._name}:{_line(node)}: {problem}")
+
+
+def _in(key: Key) -> str:
+    return f" in {dotted(key)}" if key else ""
 
 
 def _line(node: yaml.Node) -> int:
@@ -128,6 +139,8 @@ def _explain(error: yaml.MarkedYAMLError, text: str, name: str) -> str:
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else 1
     problem = " ".join(part for part in (error.context, error.problem) if part)
+    if "undefined alias" in problem:
+        return f"{name}:{line}: no anchor ('&') has the name of this alias ('*'); quote text that begins with '*'"
     lines = text.splitlines()
     source = lines[line - 1] if line <= len(lines) else ""
     if "'\\t'" in problem or source[: len(source) - len(source.lstrip())].count("\t"):

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from lmcache_core.config.masking import masked_in
 from lmcache_core.units import format_duration, format_size
 
 
@@ -56,6 +57,47 @@ def marked(annotation: Any, mark: str) -> Any:
     found = [meta.extra[mark] for meta in metas if meta.extra and mark in meta.extra]
     found += [value for member in union_members(inner) if (value := marked(member, mark)) is not None]
     return found[-1] if found else None
+
+
+def holds_secret(annotation: Any) -> bool:
+    """Whether a type is secret or has a secret anywhere inside."""
+    return _holds_secret(annotation, set())
+
+
+def _holds_secret(annotation: Any, seen: set[Any]) -> bool:
+    if marked(annotation, "secret"):
+        return True
+    inner, _ = unwrap(annotation)
+    if is_struct(inner):
+        if inner in seen:
+            return False
+        seen.add(inner)
+        return any(field.secret or _holds_secret(field.annotation, seen) for field in fields_of(inner))
+    return any(_holds_secret(argument, seen) for argument in typing.get_args(inner))
+
+
+def secrets_of(options: msgspec.Struct) -> list[str]:
+    """The texts of all secrets in a struct, for leaving them out of errors."""
+    found = []
+    for field in fields_of(type(options)):
+        value = getattr(options, field.attribute, None)
+        if isinstance(value, msgspec.Struct):
+            found += secrets_of(value)
+        elif field.secret or holds_secret(field.annotation):
+            found += _texts(value)
+        else:
+            found += masked_in(value)
+    return found
+
+
+def _texts(value: object) -> list[str]:
+    if isinstance(value, Mapping):
+        return [text for item in value.values() for text in _texts(item)]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [text for item in value for text in _texts(item)]
+    if isinstance(value, msgspec.Struct):
+        return secrets_of(value)
+    return [] if value is None or isinstance(value, bool) else [str(value)]
 
 
 def is_struct(annotation: Any) -> bool:

@@ -22,7 +22,7 @@ from lmcache_core.config.document import MAX_BYTES, Document, read_document
 from lmcache_core.config.environment import FILE_VARIABLE, apply_overrides
 from lmcache_core.config.fields import fields_of
 from lmcache_core.config.foreign import is_foreign
-from lmcache_core.config.masking import MASK, MaskedText
+from lmcache_core.config.masking import MASK, MaskedText, mask, masked_in
 from lmcache_core.config.provenance import Provenance
 from lmcache_core.config.references import resolve
 from lmcache_core.config.rules import check
@@ -53,19 +53,25 @@ def load_config(
         ConfigError: It can't be used. The message has file, line and key, and what to write instead.
     """
     env = os.environ if env is None else env
-    document = _document(source, env)
+    try:
+        document = _document(source, env)
+    except ConfigError as error:
+        raise ConfigError(mask(str(error))) from None
     origin = "argument" if isinstance(source, Mapping) else ""
     provenance = Provenance(
         {key: origin or f"{document.name}:{line}" for key, line in document.lines.items()}, set(), document.name
     )
+    resolved: object = None
     try:
         tree = _copy(_top_level(document.value))
         apply_overrides(tree, env, provenance.sources)
         resolved = resolve((), tree, env, provenance.hidden)
         config = _convert(mapping_at((), resolved))
         check(config)
-    except InvalidSetting as invalid:
-        raise ConfigError(f"{provenance.nearest(invalid.key)}: {invalid}") from invalid
+    except ConfigError as error:
+        where = f"{provenance.nearest(error.key)}: " if isinstance(error, InvalidSetting) else ""
+        told = mask(str(error), masked_in(resolved))
+        raise ConfigError(f"{where}{told}") from (error if told == str(error) else None)
     return LoadedConfig(config, provenance)
 
 
@@ -119,7 +125,7 @@ def _copy(value: Any) -> Any:
 def _top_level(value: object) -> Mapping[str, object]:
     if isinstance(value, list):
         raise InvalidSetting((), "the top level is a list; write 'tiers:' above it and indent it")
-    return mapping_at((), value)
+    return mapping_at((), value, hidden=True)
 
 
 def _convert(tree: Mapping[str, object]) -> Config:

@@ -10,6 +10,7 @@ from lmcache_core.config.conversion import InvalidSetting, Key, dotted
 from lmcache_core.config.masking import LooseText, MaskedText
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^}]*)\}?")
+_MEANT = re.compile(r"\$\{(?:(?:env|file):.*|[A-Z_][A-Z0-9_]*\})")
 _MAX_FILE = 2**16
 
 
@@ -44,8 +45,10 @@ def resolve(key: Key, value: object, env: Mapping[str, str], hidden: set[Key]) -
 def _lookup(key: Key, written: str, inside: str, env: Mapping[str, str]) -> str:
     kind, _, name = inside.partition(":")
     if not written.endswith("}") or kind not in ("env", "file") or not name:
+        # A password may hold '${' by chance.
+        told = written if _MEANT.fullmatch(written) else "'${'"
         raise InvalidSetting(
-            key, f"{dotted(key)}: {written} is no reference; write ${{env:NAME}} or ${{file:/path}}, or $${{ for '${{'"
+            key, f"{dotted(key)}: {told} is no reference; write ${{env:NAME}} or ${{file:/path}}, or $${{ for '${{'"
         )
     if kind == "env":
         if name not in env:
@@ -60,6 +63,7 @@ def _lookup(key: Key, written: str, inside: str, env: Mapping[str, str]) -> str:
             raise InvalidSetting(key, f"{dotted(key)}: {written}: the file is larger than {_MAX_FILE} bytes")
         return content.decode().rstrip("\r\n")
     except OSError as error:
-        raise InvalidSetting(key, f"{dotted(key)}: {written}: cannot be read: {error.strerror}") from None
+        advice = "let this user read it" if isinstance(error, PermissionError) else "create it, or correct the path"
+        raise InvalidSetting(key, f"{dotted(key)}: {written}: cannot be read: {error.strerror}; {advice}") from None
     except UnicodeDecodeError:
         raise InvalidSetting(key, f"{dotted(key)}: {written}: the file is not UTF-8 text") from None

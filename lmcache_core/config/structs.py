@@ -13,6 +13,7 @@ from lmcache_core.config.masking import mask_url
 from lmcache_core.units import ByteSize, Duration, Secret
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Policy = Literal["lru", "s3fifo"]
 
@@ -104,10 +105,11 @@ class MetricsConfig(_Section, frozen=True, forbid_unknown_fields=True):
 class Config(_Section, frozen=True, forbid_unknown_fields=True):
     """Everything a node can be told."""
 
-    chunk_tokens: Count = 256
+    chunk_tokens: Tokens = 256
     """Tokens stored and moved as one chunk. A multiple of `page_tokens`."""
-    page_tokens: Count = 64
-    """Tokens of the smallest unit that can be found again. Raised to the engine's block size where that is larger."""
+    page_tokens: Tokens = 64
+    """Tokens of the smallest unit that can be found again. Raised to the engine's block size where that is larger.
+    Connectors make the namespace with it; with `Cache.open` and a namespace of your own, the namespace decides."""
     cpu: CpuConfig = CpuConfig()
     """The host pool."""
     tiers: tuple[TierConfig, ...] = ()
@@ -122,7 +124,8 @@ class Config(_Section, frozen=True, forbid_unknown_fields=True):
     """Distance in tokens between the points of a long prompt at which sliding-window and recurrent state is kept."""
     layout: Literal["native", "canonical"] = "native"
     """How KV is stored: the engine's own bytes (`native`, fastest), or in one layout that engines can share
-    (`canonical`)."""
+    (`canonical`). Connectors make the namespace with it; with `Cache.open` and a namespace of your own, the namespace
+    decides."""
     log_interval: Duration = 10.0
     """At most one log line per kind of fault in this time."""
 

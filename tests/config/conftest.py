@@ -42,6 +42,8 @@ SOURCE = '''
     class RemoteOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         url: str
         """Where it listens."""
+        tokens: list[Secret] = []
+        """More passwords."""
         password: Secret = ""
         """Password, if the url has none."""
         nodes: str | list[str] = []
@@ -50,6 +52,10 @@ SOURCE = '''
         """Free text."""
         pool: Pool = Pool()
         """Connections."""
+
+        def __post_init__(self):
+            if self.pool.connections < 0:
+                raise ValueError(f"no connections to {self.url} {str(self.url)!r} with {self.password!s}")
 
     class Backend:
         async def open(self): ...

@@ -90,11 +90,15 @@ def test_values(key: str, written: object, value: object) -> None:
         ("at-least", 5, "at-least: 5 is not possible; write a size of at least 10"),
         ("at-least", -5, "at-least: -5 is not a size: it must not be negative"),
         ("wait", "soon", "wait: 'soon' is not a duration; write a number of seconds"),
-        ("codec", "lz5", "codec: 'lz5' is not possible; did you mean 'lz4'? Write one of none, lz4"),
-        ("level", 4, "level: 4 is not possible; Write one of 1, 2, 3"),
-        ("level", True, "level: True is not possible; Write one of 1, 2, 3"),
+        ("codec", "lz5", "codec: 'lz5' is not possible; write one of none, lz4 (did you mean 'lz4'?)"),
+        ("level", 4, "level: 4 is not possible; write one of 1, 2, 3"),
+        (
+            "level",
+            True,
+            "level: true is not possible (YAML reads yes, no, on and off as true and false; quote them); write one",
+        ),
         ("root", 5, "root: 5 is not possible; write a path"),
-        ("paths", 5, "paths: 5 is none of: text | list of text"),
+        ("paths", 5, "paths: 5 is not possible; write text or a list of text; quote text that looks like a number"),
         ("sizes", ["1KiB", "x"], "sizes[1]: 'x' is not a size"),
         ("limits", {"read": "x"}, "limits.read: 'x' is not a duration"),
         ("inner", {"sise": 1}, "unknown key 'sise' in inner; did you mean 'size'?"),
@@ -102,7 +106,7 @@ def test_values(key: str, written: object, value: object) -> None:
         ("at_least", 5, "unknown key 'at_least'; did you mean 'at-least'?"),
         ("name", "A1", "name: 'A1' is not possible; write text; quote it if it looks like a number, date or truth"),
         ("ratio", "half", "ratio: 'half' is not possible; write a number"),
-        ("token", 5, "token: 5 is not possible; write text"),
+        ("token", 5, "token: a number is not possible (it is secret, so it is not shown); write text: quote it"),
     ],
 )
 def test_mistakes(key: str, written: object, says: str) -> None:

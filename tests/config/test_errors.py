@@ -112,16 +112,17 @@ MISTAKES = {
         (
             "tiers.yaml:5: ",
             "tiers[0].write: 'thru' is not possible",
-            "did you mean 'through'?",
-            "through, evict, never",
+            "write one of through, evict, never",
+            "(did you mean 'through'?)",
         ),
     ),
     "a choice that YAML takes for a truth value": Mistake(
         DISK + "    write: off\n",
-        ("tiers.yaml:5: ", "tiers[0].write: False is not possible", "Write one of through, evict, never"),
+        ("tiers.yaml:5: ", "tiers[0].write: false is not possible (YAML reads yes", "write one of through, evict"),
     ),
     "a misspelt policy": Mistake(
-        "cpu: {policy: LRU}\n", ("tiers.yaml:1: ", "cpu.policy: 'LRU'", "did you mean 'lru'?", "lru, s3fifo")
+        "cpu: {policy: LRU}\n",
+        ("tiers.yaml:1: ", "cpu.policy: 'LRU'", "write one of lru, s3fifo", "did you mean 'lru'?"),
     ),
     "a key twice": Mistake(
         DISK + "    path: /other\n",
@@ -174,7 +175,7 @@ MISTAKES = {
     ),
     "no file of that name": Mistake(
         "salt: ${file:/no/such/file}\n",
-        ("tiers.yaml:1: ", "salt: ${file:/no/such/file}: cannot be read: No such file or directory"),
+        ("tiers.yaml:1: ", "salt: ${file:/no/such/file}: cannot be read: No such file or directory; create it"),
     ),
     "a file by a relative path": Mistake(
         "salt: ${file:secret}\n", ("tiers.yaml:1: ", "salt: ${file:secret}: write the whole path", "'/'")
@@ -196,7 +197,7 @@ MISTAKES = {
         "- backend: fakedisk\n", ("tiers.yaml:1: ", "the top level is a list", "write 'tiers:' above it")
     ),
     "text at the top": Mistake(
-        "hello\n", ("tiers.yaml:1: ", "the top level must be a mapping of keys to values", "'hello'")
+        "hello\n", ("tiers.yaml:1: ", "the top level must be a mapping of keys to values, not text; write 'key: value'")
     ),
     "tiers as a mapping": Mistake(
         "tiers:\n  backend: fakedisk\n",
@@ -206,7 +207,33 @@ MISTAKES = {
         "tiers:\n  - fakedisk\n", ("tiers.yaml:2: ", "tiers[0] must be a mapping", "'fakedisk'")
     ),
     "a section that is a value": Mistake(
-        "cpu: 20GiB\n", ("tiers.yaml:1: ", "cpu must be a mapping of keys to values, not the text '20GiB'")
+        "cpu: 20GiB\n",
+        (
+            "tiers.yaml:1: ",
+            "cpu must be a mapping of keys to values, not the text '20GiB'",
+            "write cpu: {capacity: 20GiB}",
+        ),
+    ),
+    "a section that is a truth value": Mistake(
+        "metrics: true\n", ("tiers.yaml:1: ", "metrics must be a mapping", "write metrics: {enabled: true}")
+    ),
+    "a number with a zero in front": Mistake(
+        "chunk_tokens: 0256\n", ("tiers.yaml:1: ", "begins with 0 in chunk_tokens as octal", "leave out the zero")
+    ),
+    "more tokens than a prompt has": Mistake(
+        "chunk_tokens: 100000000000\n", ("tiers.yaml:1: ", "chunk_tokens: 1", "of at most 1048576")
+    ),
+    "an option that YAML takes for a truth value": Mistake(
+        "tiers:\n- {backend: disk, path: /a, capacity: 1GiB, direct: off}\n",
+        ("tiers.yaml:2: ", "tiers[0].direct: false is not possible (YAML reads", "write one of auto, always, never"),
+    ),
+    "a path that is a number": Mistake(
+        "tiers:\n- {backend: disk, path: 5, capacity: 1GiB}\n",
+        ("tiers.yaml:2: ", "tiers[0].path: 5 is not possible", "write text or a list of text", "quote text"),
+    ),
+    "a backend of another version": Mistake(
+        "tiers:\n- backend: redis\n",
+        ("tiers.yaml:2: ", "there is no backend 'redis'; this version of lmcache-core has no such backend; installed"),
     ),
     "a key without a value": Mistake(
         "cpu:\n  capacity:\n", ("tiers.yaml:2: ", "cpu.capacity has no value", "write one (size) or delete it")
@@ -315,6 +342,33 @@ def test_a_mistake_in_text_and_in_a_mapping() -> None:
         ("page_tokens: https://host/?password=hunter2\n", "hunter2"),
         ("tiers: [{backend: fakedisk, path: /a, capacity: 1GiB, name: '${env:SECRET}!'}]\n", "hunter2"),
         ("tiers: [{backend: '${env:SECRET}'}]\n", "hunter2"),
+        (
+            "tiers: [{backend: fakeremote, name: a, url: a}, {backend: fakeremote, url: a, name: a-hunter2},"
+            " {backend: fakeremote, url: a, name: 'a-${env:SECRET}'}]\n",
+            "a-hunter2-2",
+        ),
+        ("salt: 123456\n", "123456"),
+        ("salt: 0123456\n", "123456"),
+        ("salt: [hunter2]\n", "hunter2"),
+        ("salt: {hunter2: 1}\n", "hunter2"),
+        ("salt: 2001-02-03\n", "2001"),
+        ("salt: !hunter2\n", "hunter2"),
+        ("salt: *hunter2\n", "hunter2"),
+        ("salt: a${hunter2\n", "hunter2"),
+        ("salt:hunter2\n", "hunter2"),
+        ("tiers: [{backend: fakeremote, url: a, password: 123456}]\n", "123456"),
+        ("tiers: [{backend: fakeremote, url: a, password: [hunter2]}]\n", "hunter2"),
+        ("tiers: [{backend: fakeremote, url: a, tokens: hunter2}]\n", "hunter2"),
+        ("tiers: [{backend: fakeremote, url: a, tokens: [123456]}]\n", "123456"),
+        ("tiers: [{backend: fakeremote, url: a, password: hunter2, pool: {connections: -1}}]\n", "hunter2"),
+        ("tiers: [{backend: fakeremote, url: redis://u:hunter2@h, pool: {connections: -1}}]\n", "hunter2"),
+        ("tiers: [{backend: fakeremote, url: 'x-${env:SECRET}', pool: {connections: -1}}]\n", "hunter2"),
+        ("tiers: [{backend: disk, path: 'redis://u:hunter2@h/', capacity: 1GiB}]\n", "hunter2"),
+        ('tiers: [{backend: disk, path: [a, "redis://u:hun\'t@h/"], capacity: 1GiB}]\n', "hun't"),
+        ("tiers: [{backend: fakeremote, url: a, name: 'redis://u:hunter2@h'}]\n", "hunter2"),
+        ("tiers: [{backend: 'redis://u:hunter2@h'}]\n", "hunter2"),
+        ("'redis://u:hunter2@h': 1\n", "hunter2"),
+        ("'redis://u:hunter2@h': 1\n'redis://u:hunter2@h': 1\n", "hunter2"),
         ("tiers: [{backend: fakeremote, url: a, pool: '${env:SECRET}'}]\n", "hunter2"),
     ],
 )

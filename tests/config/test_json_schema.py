@@ -31,7 +31,7 @@ def test_values() -> None:
     assert capacity["default"] == "4GiB"
     assert [option["type"] for option in capacity["anyOf"]] == ["integer", "string", "string"]
     assert properties["cpu"]["properties"]["policy"]["enum"] == ["lru", "s3fifo"]
-    assert properties["page_tokens"]["anyOf"][0] == {"type": "integer", "minimum": 1}
+    assert properties["page_tokens"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 2**20}
     assert properties["page_tokens"]["default"] == 64
     assert properties["metrics"]["properties"]["enabled"]["anyOf"][0] == {"type": "boolean"}
     assert properties["salt"]["type"] == "string"

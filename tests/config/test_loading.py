@@ -231,7 +231,7 @@ def test_the_environment_alone_makes_tiers() -> None:
         ("CPU__CAPACITY", "lots", "cpu.capacity: 'lots' is not a size; write a number of bytes"),
         ("CPU__HUGEPAGES", "maybe", "cpu.hugepages: 'maybe' is not possible; write true or false"),
         ("PAGE_TOKENS", "x", "page_tokens: 'x' is not possible; write a whole number of at least 1"),
-        ("TIERS__0__WRITE", "thru", "tiers[0].write: 'thru' is not possible; did you mean 'through'?"),
+        ("TIERS__0__WRITE", "thru", "tiers[0].write: 'thru' is not possible; write one of through, evict, never"),
         ("TIERS__1__PATH", "/a", "tiers[1] lacks the key 'backend'; write 'backend: NAME'"),
     ],
 )
