@@ -33,8 +33,8 @@ PAGE_TOKENS = 4
 CHUNK_TOKENS = 16
 CHUNK_PAGES = CHUNK_TOKENS // PAGE_TOKENS
 LAYERS = 2
-PAGE_LAYER_BYTES = 1500
-"""Odd, so that a frame has padding."""
+PAGE_LAYER_BYTES = 1504
+"""No multiple of 4096, so that a frame has padding."""
 PAGE_BYTES = LAYERS * PAGE_LAYER_BYTES
 DEADLINE = 5.0
 """Seconds that a call that waits for no I/O may take on a busy machine, and that others may take longer than asked."""
@@ -47,7 +47,7 @@ def namespace(model: str = "model", dtype: str = "float16") -> Namespace:
         page_layer_bytes=PAGE_LAYER_BYTES,
         dtype=dtype,
         kv_heads=1,
-        head_size=64,
+        head_size=94,
     )
     return Namespace(
         weights=model,

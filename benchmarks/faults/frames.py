@@ -240,6 +240,6 @@ FAULTS = [
     Fault("frame, header claims more", 100, partial(damage_frames, longer), few=8),
     Fault("frame, two swapped", 100, partial(damage_frames, swap), few=8),
     Fault("frame, of another model", 70, partial(damage_frames, partial(foreign, "other", "float16")), few=6),
-    Fault("frame, of another dtype", 70, partial(damage_frames, partial(foreign, "model", "float8_e4m3fn")), few=6),
+    Fault("frame, of another dtype", 70, partial(damage_frames, partial(foreign, "model", "bfloat16")), few=6),
     Fault("frame, of another version", 60, partial(damage_frames, version), few=6),
 ]

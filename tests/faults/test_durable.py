@@ -44,3 +44,15 @@ def test_a_durable_tail_stays_until_the_longer_chunk_is_durable(tmp_path: Path) 
             assert gone is None or engine.retrieve(gone) == short.pages
             assert engine.tier().chunks == 1
     assert run.is_wrong is run.is_lost is False
+
+
+def test_a_description_that_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
+    """No file may stay that nothing needs, however often a process is killed while it starts."""
+    for _ in range(2):
+        with Cache.open(settings(tmp_path / "kv"), namespace()) as cache:
+            assert cache.flush(10)
+        (manifest,) = (tmp_path / "kv" / "manifests").iterdir()
+        manifest.with_name(f"{manifest.name}.0123abcd.tmp").write_bytes(b"{")
+        with Cache.open(settings(tmp_path / "kv"), namespace()) as cache:
+            assert cache.flush(10)
+        assert list((tmp_path / "kv" / "manifests").iterdir()) == [manifest]
