@@ -204,15 +204,17 @@ def is_readable(path: str) -> bool:
 
 def shard_names(root: str) -> list[str]:
     """Names of the shards below a path that belong to this user, in order."""
-    user = os.geteuid()
+    user, names = os.geteuid(), []
     with os.scandir(root) as found:
-        return sorted(
-            item.name
-            for item in found
-            if _SHARD.fullmatch(item.name)
-            and item.is_dir(follow_symlinks=False)
-            and item.stat(follow_symlinks=False).st_uid == user
-        )
+        for item in found:
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                if (
+                    _SHARD.fullmatch(item.name)
+                    and item.is_dir(follow_symlinks=False)
+                    and item.stat(follow_symlinks=False).st_uid == user
+                ):
+                    names.append(item.name)
+    return sorted(names)
 
 
 def segment_path(path: str, number: int) -> str:
@@ -222,12 +224,12 @@ def segment_path(path: str, number: int) -> str:
 
 def segment_sizes(path: str) -> dict[int, int]:
     """Segments in a shard's directory: number and whole units in bytes."""
+    sizes = {}
     with os.scandir(path) as found:
-        sizes = {
-            int(match[1], 16): item.stat(follow_symlinks=False).st_size // UNIT * UNIT
-            for item in found
-            if (match := _SEGMENT.fullmatch(item.name)) and item.is_file(follow_symlinks=False)
-        }
+        for item in found:
+            with contextlib.suppress(FileNotFoundError):  # given back meanwhile
+                if (match := _SEGMENT.fullmatch(item.name)) and item.is_file(follow_symlinks=False):
+                    sizes[int(match[1], 16)] = item.stat(follow_symlinks=False).st_size // UNIT * UNIT
     return dict(sorted(sizes.items()))
 
 
