@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from lmcache_core import LayoutError
+from lmcache_core import LayoutError, UsageError
 from tests.connectors.tiny import cached, plain, prompt_of, random_prompt, tiny_llama
 
 
@@ -39,6 +39,22 @@ def test_arguments_are_refused_by_name(options: dict[str, Any], reason: str) -> 
     with cached(tiny_llama()) as made:
         with pytest.raises(LayoutError, match=reason):
             made.generate(prompt, **{"max_new_tokens": 2, **options})
+        assert made.last_call is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_new_tokns": 5}, r"^unknown option: generate\(max_new_tokns=\.\.\.\); did you mean max_new_tokens\?$"),
+        ({"temprature": 0.5}, "did you mean temperature"),
+        ({"stoping_criteria": []}, "did you mean stopping_criteria"),
+        ({"xyzzy": 1}, r"^unknown option: generate\(xyzzy=\.\.\.\)$"),
+    ],
+)
+def test_misspelt_options_are_called_unknown(options: dict[str, Any], said: str) -> None:
+    with cached(tiny_llama()) as made:
+        with pytest.raises(UsageError, match=said):
+            made.generate(random_prompt(12), **options)
         assert made.last_call is None
 
 

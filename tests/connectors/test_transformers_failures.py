@@ -1,13 +1,14 @@
 """No failure of the cache reaches the caller or changes a token."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
 
-from lmcache_core import BackendError, ClosedError, LayoutError
-from lmcache_core.connectors.transformers import CachedModel
-from tests.connectors.tiny import FailingCache, cached, plain, random_prompt, tiny_llama
+from lmcache_core import BackendError, ClosedError, LayoutError, UsageError
+from lmcache_core.connectors.transformers import CachedModel, describe_model
+from tests.connectors.tiny import CONFIG, FailingCache, cached, plain, random_prompt, tiny_llama
 
 ERRORS = [BackendError("the medium is gone"), ClosedError("closed"), LayoutError("odd"), OSError(5, "I/O error")]
 
@@ -78,3 +79,25 @@ def test_what_generate_raises_reaches_the_caller_and_stores_nothing() -> None:
         made.generate(random_prompt(12), max_new_tokens=2)
         assert made.last_call is not None
         assert made.last_call.cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "odd", ["gpt2", None, {"config": 1}, torch.nn.Linear(2, 2)], ids=lambda odd: type(odd).__name__
+)
+def test_what_is_no_model_is_refused(odd: Any) -> None:
+    said = f"not a {type(odd).__name__}: AutoModelForCausalLM.from_pretrained"
+    with FailingCache.of(tiny_llama()) as cache:
+        for refused in (describe_model, CachedModel.open, lambda odd: CachedModel(odd, cache)):
+            with pytest.raises(LayoutError, match=said):
+                refused(odd)
+
+
+def test_a_model_that_cannot_generate_is_refused() -> None:
+    with pytest.raises(LayoutError, match="LlamaModel cannot be cached: it has no generate"):
+        CachedModel.open(tiny_llama().get_submodule("model"), CONFIG)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("odd", ["cache.yaml", CONFIG, None])
+def test_what_is_no_cache_is_refused(odd: Any) -> None:
+    with pytest.raises(UsageError, match=r"CachedModel\.open\(model, config\)"):
+        CachedModel(tiny_llama(), odd)

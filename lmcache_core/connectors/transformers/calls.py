@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
-from lmcache_core.errors import LayoutError
+from lmcache_core.errors import LayoutError, UsageError
 
 __all__ = ["Call", "CallStats", "FirstToken"]
 
@@ -31,6 +33,9 @@ HARMLESS = frozenset(
 )
 """Arguments besides those of a `GenerationConfig` that leave the KV of the prompt what it is."""
 
+FOREIGN = frozenset({"cache", "inputs_embeds", "past_key_values", "position_ids", "token_type_ids"})
+"""Arguments that some models and versions of transformers know and others don't, and none of which can be cached."""
+
 ROOM = 1024
 """Room for new tokens that is taken in advance at most."""
 
@@ -46,7 +51,9 @@ class CallStats:
     """`cached_tokens` by the tier they came from."""
     generated_tokens: int = 0
     stored_tokens: int = 0
-    """Copied to the cache: all that is new, with what was in its chunk before."""
+    """Copied to the cache: whole pages that are new, and at most one chunk's pages that were there before: those of a
+    tail, a chunk that wasn't full, which is stored again with what follows it. Added up over calls it may so be more
+    than what the cache holds."""
     ttft_s: float = 0.0
     """Seconds from the call to the scores of the first new token: hashing, lookup and loading included."""
     retrieve_s: float = 0.0
@@ -79,6 +86,7 @@ class Call:
 
     Raises:
         LayoutError: With these arguments KV can't be cached, or would be of something else than the prompt's tokens.
+        UsageError: `generate` has no such option.
     """
 
     def __init__(
@@ -93,7 +101,7 @@ class Call:
         if inputs is not None and options.get("input_ids") is not None:
             raise LayoutError("give the prompt as `inputs` or as `input_ids`, not both")
         self.ids = _one_prompt(inputs if inputs is not None else options.get("input_ids"))
-        self._refuse_foreign_arguments()
+        self._refuse_foreign_arguments(model)
         self._refuse_modes()
         self._refuse_padding()
         self.tokens: list[int] = self.ids[0].tolist()
@@ -118,10 +126,12 @@ class Call:
             return self._options[name]
         return next((value for each in self._configs if (value := getattr(each, name, None)) is not None), None)
 
-    def _refuse_foreign_arguments(self) -> None:
-        known = vars(GenerationConfig())  # type: ignore[no-untyped-call]
+    def _refuse_foreign_arguments(self, model: PreTrainedModel) -> None:
+        known = HARMLESS | vars(GenerationConfig()).keys()  # type: ignore[no-untyped-call]
         for name, value in self._options.items():
-            if value is not None and name not in HARMLESS and name not in known:
+            if value is not None and name not in known:
+                if name not in FOREIGN | _parameters(model):
+                    raise _unknown(name, known)
                 raise LayoutError(
                     f"generate({name}=...) cannot be cached: it may change what the KV of the prompt's tokens is; "
                     "call generate of the model itself"
@@ -168,6 +178,17 @@ MODES: dict[str, tuple[Any, ...]] = {
     "cache_implementation": ("dynamic",),
 }
 """Settings that select another mode of generation or another cache, with the values that don't."""
+
+
+def _parameters(model: PreTrainedModel) -> set[str]:
+    """What the model's own `generate` takes by name, for itself or to hand it on."""
+    functions = (getattr(model, name, None) for name in ("generate", "forward", "prepare_inputs_for_generation"))
+    return {name for each in functions if each is not None for name in inspect.signature(each).parameters}
+
+
+def _unknown(name: str, known: Iterable[str]) -> UsageError:
+    near = difflib.get_close_matches(name, sorted(each for each in known if not each.startswith("_")), 1)
+    return UsageError(f"unknown option: generate({name}=...)" + "".join(f"; did you mean {each}?" for each in near))
 
 
 def _one_prompt(ids: Any) -> torch.Tensor:

@@ -122,6 +122,11 @@ def shape_of(model: PreTrainedModel) -> Shape:
     Raises:
         LayoutError: This kind of model cannot be cached; the message says why.
     """
+    if not isinstance(model, torch.nn.Module) or not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise LayoutError(
+            "the model must be a causal language model of transformers, "
+            f"not a {type(model).__name__}: AutoModelForCausalLM.from_pretrained(...) makes one"
+        )
     if reason := next(_reasons(model), None):
         raise LayoutError(f"{type(model).__name__} cannot be cached: {reason}")
     layers = _run_one_token(model).layers

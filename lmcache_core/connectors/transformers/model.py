@@ -47,6 +47,7 @@ class CachedModel:
 
     Raises:
         LayoutError: This kind of model can't be cached, or the cache is another model's; the message says why.
+        UsageError: What was given as cache isn't one.
         PluginError: There is no transfer for the device the model is on.
     """
 
@@ -59,6 +60,11 @@ class CachedModel:
         save_decode: bool = True,
         log_interval: float = 10.0,
     ) -> None:
+        if not isinstance(cache, Cache):
+            raise UsageError(
+                f"the cache must be an open Cache, not a {type(cache).__name__}; to open one from a configuration: "
+                "CachedModel.open(model, config)"
+            )
         self.model = model
         self.cache = cache
         self.save_decode = save_decode
@@ -68,6 +74,8 @@ class CachedModel:
         """What the last call of `generate` that came to its end took from the cache and gave to it."""
         self._namespace = cache.namespace
         self._shape = shape_of(model)
+        if not hasattr(model, "generate"):
+            raise LayoutError(f"{type(model).__name__} cannot be cached: it has no generate")
         self._transfer: Transfer = load_transfer(self._shape.device.type).create({})
         self._argument = cache_argument(GenerationMixin.prepare_inputs_for_generation)
         self._weights = _versions(model)
@@ -145,7 +153,7 @@ class CachedModel:
 
         Raises:
             LayoutError: Not possible with these arguments; the message names the one and what to do.
-            UsageError: The model isn't what it was when this object was made.
+            UsageError: There is no such option, or the model isn't what it was when this object was made.
         """
         started = time.perf_counter()
         call = Call(self.model, inputs, generation_config, options)
@@ -190,7 +198,7 @@ class CachedModel:
         return Arena(self._shape, call.room, page), prompt, 0, {}
 
     def _store(self, prompt: Prompt | None, sequence: list[int], state: ArenaCache) -> int:
-        """Give KV of whole pages to the cache; returns how many tokens were new to it."""
+        """Give KV of whole pages to the cache; returns how many tokens were copied."""
         if prompt is None:
             return 0
         # The last token that was sampled has no KV: it never went through the model.
