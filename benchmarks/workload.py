@@ -33,9 +33,10 @@ def namespace(page_layer_bytes: int, layers: int = 1, block_tokens: int = PAGE_T
         page_layer_bytes=page_layer_bytes,
         dtype="bfloat16",
         kv_heads=HEADS,
-        head_size=DIM,
+        head_size=page_layer_bytes // (2 * PAGE_TOKENS * HEADS * ELEMENT),
     )
-    encoding = Encoding(layout="native", engine="benchmark", block_tokens=block_tokens)
+    strides = (HEADS * DIM * ELEMENT, DIM * ELEMENT, ELEMENT)
+    encoding = Encoding(layout="native", engine="benchmark", block_tokens=block_tokens, strides=strides)
     return Namespace(weights="benchmark", groups=(group,), page_tokens=PAGE_TOKENS, encoding=encoding)
 
 

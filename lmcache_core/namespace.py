@@ -25,6 +25,12 @@ __all__ = ["Encoding", "Group", "GroupKind", "Namespace", "chunk_tokens_for", "n
 
 _MAX_MANIFEST = 1 << 20
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_ITEM_BYTES = {
+    **dict.fromkeys(["float64", "int64"], 8),
+    **dict.fromkeys(["float32", "int32"], 4),
+    **dict.fromkeys(["float16", "bfloat16", "int16"], 2),
+    **dict.fromkeys(["int8", "uint8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"], 1),
+}
 
 
 class GroupKind(enum.Enum):
@@ -57,7 +63,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     head_size: int
     """Numbers of one head and token; at least 1, or 0 for a state that has none."""
     planes: int = 2
-    """2 where K and V are kept, 1 for a latent (MLA) or a state."""
+    """2 where K and V are kept, 1 for a latent (MLA) or a state, and where heads of K and of V differ in size: then
+    `head_size` is the sum of both."""
     window_tokens: int | None = None
     """Tokens a window looks back. Of a window, and of nothing else."""
     name: str = ""
@@ -76,11 +83,21 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             _check_ints(self, "window_tokens")
         elif self.window_tokens is not None:
             raise LayoutError(f"a {self.kind.value} group has no window_tokens, not {self.window_tokens!r}")
+        if self.planes > 2:
+            raise LayoutError(f"planes must be 1 (a latent, a state) or 2 (K and V), not {self.planes}")
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page of all layers in one shard."""
         return self.page_layer_bytes * len(self.layers)
+
+    def numbers_bytes(self, page_tokens: int) -> int | None:
+        """Bytes of the numbers in a page of one layer; None where they don't follow from the fields: of a state, and of
+        a `dtype` whose size isn't known here."""
+        item = _ITEM_BYTES.get(self.dtype)
+        if item is None or self.kind is GroupKind.STATE:
+            return None
+        return self.planes * page_tokens * self.kv_heads * self.head_size * item
 
     def digest(self) -> bytes:
         """SHA-256 of everything but the name, 32 bytes."""
@@ -94,10 +111,13 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     `canonical` is `[K, V][token][kv_head][head_size]`, for KV that engines share: it has a version and nothing else.
     `native` is an engine's own bytes: the engine, its attention backend, the tokens of a block, the strides inside a
-    block in bytes, and the CPU's instruction set where the content of blocks depends on it.
+    block in bytes, and the CPU's instruction set where the content of blocks depends on it. `RegisteredKV.encoding`
+    fills it in. Whoever writes the strides by hand gives one for each axis inside a block, in an order of axes that is
+    the same for all layouts of that engine: without them KV of one order of heads and tokens is taken for another.
 
     Raises:
-        LayoutError: On construction, when a canonical encoding names an engine, or a native one doesn't.
+        LayoutError: On construction, when a canonical encoding names an engine, or a native one lacks its engine, its
+            block or its strides.
     """
 
     layout: Literal["native", "canonical"]
@@ -116,6 +136,11 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.layout == "native":
             _check_texts(self, "engine")
             _check_ints(self, "block_tokens")
+            if not self.strides:
+                raise LayoutError(
+                    "a native encoding needs the strides inside a block: use registered.encoding(engine), or give them "
+                    "in bytes, one for each axis; opaque blocks have one axis, (itemsize,)"
+                )
         elif self.layout != "canonical":
             raise LayoutError(f"layout must be native or canonical, not {self.layout!r}")
         elif (self.engine, self.backend, self.block_tokens, self.strides, self.isa) != ("", "", 0, (), ""):
@@ -163,6 +188,17 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_unk
             raise LayoutError("two groups of one geometry would share their chunks: make one group of their layers")
         if self.encoding.layout == "native" and self.page_tokens % self.encoding.block_tokens:
             raise LayoutError(f"page_tokens {self.page_tokens} is no multiple of a block, {self.encoding.block_tokens}")
+        for group in self.groups:
+            self._check_bytes(group)
+
+    def _check_bytes(self, group: Group) -> None:
+        """A page holds its numbers; in an engine's own layout there may be more, such as scales or padding."""
+        held, needed = group.page_layer_bytes, group.numbers_bytes(self.page_tokens)
+        if needed is not None and (held < needed or (held > needed and self.encoding.layout == "canonical")):
+            raise LayoutError(
+                f"page_layer_bytes {held} of layers {group.layers}: {group.planes} planes x {self.page_tokens} tokens "
+                f"x {group.kv_heads} heads x {group.head_size} {group.dtype} are {needed} bytes"
+            )
 
     @cached_property
     def content(self) -> bytes:

@@ -17,6 +17,8 @@ import enum
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+from lmcache_core.namespace import Encoding
+
 __all__ = [
     "Abortable",
     "Chunk",
@@ -264,6 +266,19 @@ class RegisteredKV(Protocol):
     @property
     def page_layer_bytes(self) -> int:
         """Bytes of one page of one layer."""
+        ...
+
+    def encoding(self, engine: str, *, backend: str = "", isa: str = "") -> Encoding:
+        """How the bytes of its pages lie, for the namespace: KV that lies in another order is not found under it.
+
+        Args:
+            engine: Name of the engine. It, `backend` and `isa` are no part of a canonical encoding.
+            backend: Name of its attention backend.
+            isa: Instruction set of the CPU, where the content of blocks depends on it.
+
+        Raises:
+            LayoutError: A name is not text, or the engine has none.
+        """
         ...
 
     def view(self, block_ids: Any) -> KVView:

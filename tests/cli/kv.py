@@ -28,7 +28,7 @@ def make_namespace(model: str = "small-model") -> Namespace:
         page_layer_bytes=PAGE_LAYER_BYTES,
         dtype="float16",
         kv_heads=1,
-        head_size=64,
+        head_size=1024,
     )
     return Namespace(
         weights=model,

@@ -150,7 +150,7 @@ def test_digests_depend_on_nothing_of_the_process() -> None:
 
 CONTENT = {
     "weights": namespace(weights="b2" * 32),
-    "pages of another size": namespace(page_tokens=128),
+    "pages of another size": namespace(page_tokens=32),
     "shards": namespace(shards=1),
     "heads": namespace(heads=(4, 8)),
     "all heads": namespace(heads=None),
@@ -164,8 +164,8 @@ CONTENT = {
     "layers": with_group(layers=(0, 4)),
     "order of layers": with_group(layers=(2, 0)),
     "bytes of a page": with_group(page_layer_bytes=8192),
-    "kv heads": with_group(kv_heads=4),
-    "head size": with_group(head_size=16),
+    "kv heads": with_group(kv_heads=1),
+    "head size": with_group(head_size=4),
     "planes": with_group(planes=1),
     "kind": with_group(kind=GroupKind.STATE),
     "window": with_group(kind=GroupKind.WINDOW, window_tokens=512),
@@ -321,6 +321,8 @@ def test_random_bytes_are_no_manifest(manifest: bytes) -> None:
         (Group, FULL, {"kv_heads": 0}, "kv_heads must be an int of at least 1"),
         (Group, FULL, {"head_size": True}, "head_size must be an int of at least 1"),
         (Group, FULL, {"planes": 0}, "planes must be an int of at least 1"),
+        (Group, FULL, {"planes": 3}, r"planes must be 1 \(a latent, a state\) or 2"),
+        (Group, STATE, {"planes": 3}, "planes must be 1"),
         (Group, FULL, {"dtype": ""}, "dtype must be UTF-8 text"),
         (Group, FULL, {"name": "\ud800"}, "name must be UTF-8 text"),
         (Group, FULL, {"window_tokens": 512}, "a full group has no window_tokens"),
@@ -332,6 +334,7 @@ def test_random_bytes_are_no_manifest(manifest: bytes) -> None:
         (Encoding, NATIVE, {"engine": ""}, "engine must be UTF-8 text"),
         (Encoding, NATIVE, {"block_tokens": 0}, "block_tokens must be an int of at least 1"),
         (Encoding, NATIVE, {"strides": [1]}, "strides must be a tuple of ints"),
+        (Encoding, NATIVE, {"strides": ()}, r"use registered\.encoding\(engine\), or give them"),
         (Encoding, NATIVE, {"version": 0}, "version must be an int of at least 1"),
         (Namespace, SPACE, {"weights": ""}, "weights must be UTF-8 text"),
         (Namespace, SPACE, {"weights": bytes(32)}, r"go in as \.hex\(\)"),
@@ -350,6 +353,34 @@ def test_random_bytes_are_no_manifest(manifest: bytes) -> None:
 def test_what_can_not_be_is_refused(base: type[Any], kind: dict[str, Any], changes: Any, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         base(**{**kind, **changes})
+
+
+CANONICAL = Encoding(layout="canonical")
+
+
+@pytest.mark.parametrize(
+    ("changes", "native", "canonical"),
+    [
+        ({}, True, True),
+        ({"page_layer_bytes": 4095}, False, False),
+        ({"page_layer_bytes": 4097}, True, False),
+        ({"dtype": "float32"}, False, False),
+        ({"dtype": "uint8"}, True, False),
+        ({"dtype": "float8_e5m2", "head_size": 16}, True, True),
+        ({"planes": 1, "head_size": 16}, True, True),
+        ({"dtype": "mxfp4", "head_size": 1000}, True, True),  # of unknown size
+        ({"kind": GroupKind.STATE, "head_size": 1000}, True, True),
+        ({"kind": GroupKind.WINDOW, "window_tokens": 64, "kv_heads": 3}, False, False),
+    ],
+)
+def test_a_page_holds_the_numbers_that_its_group_says(changes: dict[str, Any], native: bool, canonical: bool) -> None:
+    groups = (Group(**{**FULL, **changes}),)
+    for encoding, fits in ((Encoding(**NATIVE), native), (CANONICAL, canonical)):
+        if fits:
+            assert namespace(groups=groups, encoding=encoding).groups == groups
+        else:
+            with pytest.raises(LayoutError, match=r"page_layer_bytes 409\d of layers \(0, 2\): .* are \d+ bytes"):
+                namespace(groups=groups, encoding=encoding)
 
 
 def test_namespaces_do_not_change() -> None:

@@ -201,7 +201,7 @@ def test_a_view_that_is_too_small_is_an_error_and_leaves_nothing_behind() -> Non
 
 def test_a_prompt_of_another_page_size_is_refused() -> None:
     with open_cache() as cache:
-        other = Cache(cache.client, Namespace.from_manifest(namespace(page_tokens=32).manifest()))
+        other = Cache(cache.client, Namespace.from_manifest(namespace("s", page_tokens=32).manifest()))
         with pytest.raises(LayoutError, match="pages of 32 tokens"):
             cache.lookup(other.prompt(tokens("ab")))
 
@@ -340,4 +340,4 @@ def test_chunks_too_large_to_be_handled_are_refused_at_once() -> None:
         at_rest(cache)
 
 
-HUGE = {"page_layer_bytes": 1 << 40, "layers": (7,)}
+HUGE = {"page_layer_bytes": 1 << 40, "head_size": 1 << 32, "layers": (7,)}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lmcache_core.errors import LayoutError
+from lmcache_core.namespace import Encoding
 from lmcache_transfer.cpu import Layout, PagedKV
 from lmcache_transfer.layout import Axis, describe
 
@@ -106,25 +107,40 @@ def test_strides_tell_orders_apart_but_not_padding_or_the_number_of_blocks() -> 
     def strides(dims: str, *shape: int) -> tuple[int, ...]:
         return PagedKV([np.zeros(shape, np.uint16)], dims=dims, page_tokens=4).strides
 
-    assert strides("2bthd", 2, 9, 4, 3, 8) == strides("2bthd", 2, 5, 4, 3, 8) == (48, 16, 2)
-    assert strides("2bhtd", 2, 9, 3, 4, 8) == (64, 16, 2)
+    assert strides("2bthd", 2, 9, 4, 3, 8) == strides("2bthd", 2, 5, 4, 3, 8) == (0, 48, 16, 2)
+    assert strides("2bhtd", 2, 9, 3, 4, 8) == (0, 16, 64, 2)
     assert strides("b2thd", 9, 2, 4, 3, 8) == (192, 48, 16, 2)
-    assert strides("2bthd", 2, 9, 4, 1, 8) == (16, 0, 2)
+    assert strides("2bthd", 2, 9, 4, 1, 8) == (0, 16, 0, 2)
+    assert strides("2b1td", 2, 9, 1, 4, 8) == (0, 16, 0, 2)
+    assert strides("btd", 9, 4, 8) == (0, 16, 0, 2)
+    # As many heads as tokens: the tensors differ in nothing but what their axes mean.
+    assert (strides("2bthd", 2, 9, 4, 4, 8), strides("2bhtd", 2, 9, 4, 4, 8)) == ((0, 64, 16, 2), (0, 16, 64, 2))
     padded = np.zeros((2, 9, 4, 3, 10), np.uint16)[..., :8]
-    assert PagedKV([padded], dims="2bthd", page_tokens=4).strides == (48, 16, 2)
+    assert PagedKV([padded], dims="2bthd", page_tokens=4).strides == (0, 48, 16, 2)
     assert PagedKV([padded], dims="2bthd", page_tokens=4, layout="canonical").strides == ()
 
 
 def test_one_block_keeps_keys_and_values_apart_as_many_do() -> None:
     for blocks in (1, 2):
         kv = PagedKV([counted(2, blocks, 1, 1, 2)], dims="2bthd", page_tokens=1)
-        assert kv.strides == (0, 0, 1)
+        assert kv.strides == (0, 0, 0, 1)
         kv = PagedKV([counted(blocks, 2, 1, 1, 2)], dims="b2thd", page_tokens=1)
         assert kv.strides == (2, 0, 0, 1)
 
 
 def zeros(*shape: int) -> np.ndarray[Any, Any]:
     return np.zeros(shape, np.float32)
+
+
+def test_the_encoding_tells_how_bytes_lie() -> None:
+    kv = PagedKV([np.zeros((2, 9, 4, 3, 8), np.uint16)], dims="2bthd", page_tokens=8)
+    assert kv.encoding("mine", backend="flash", isa="avx512") == Encoding(
+        layout="native", engine="mine", backend="flash", block_tokens=4, strides=(0, 48, 16, 2), isa="avx512"
+    )
+    shared = PagedKV([np.zeros((2, 9, 4, 3, 8), np.uint16)], dims="2bthd", page_tokens=8, layout="canonical")
+    assert shared.encoding("mine", backend="flash", isa="avx512") == Encoding(layout="canonical")
+    opaque = PagedKV([np.zeros((9, 96), np.uint8)], dims="bo", page_tokens=4, block_tokens=4)
+    assert opaque.encoding("mine") == Encoding(layout="native", engine="mine", block_tokens=4, strides=(0, 0, 0, 0, 1))
 
 
 REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
@@ -139,6 +155,8 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("a reversed axis", [zeros(2, 4, 1)[:, ::-1]], {"dims": "btd"}, "share memory"),
     ("memory of a device", [torch.zeros(2, 4, 1, device="meta")], {"dims": "btd"}, "not in host memory"),
     ("no layers", [], {"dims": "btd"}, "0 layers"),
+    ("numbers for layers", [1, 2], {"dims": "btd"}, "a layer is a tensor"),
+    ("lists of numbers", [[[1, 2]]], {"dims": "btd"}, "a layer is a tensor"),
     ("a layer of nothing", [()], {"dims": "btd"}, "neither may be empty"),
     ("no tokens a page", [zeros(2, 4, 1)], {"dims": "btd", "page_tokens": 0}, "pages of 0"),
     ("half a block a page", [zeros(2, 4, 1)], {"dims": "btd", "page_tokens": 2}, "not whole blocks of 4"),

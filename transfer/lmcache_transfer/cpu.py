@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike
 
 from lmcache_core.errors import ConfigError, LayoutError
 from lmcache_core.hookspecs import hookimpl
+from lmcache_core.namespace import Encoding
 from lmcache_core.protocols import Transfer
 from lmcache_transfer.layout import Plane, Tensor, TensorLayout, describe
 from lmcache_transfer.rows import RowPlan, gather_rows, scatter_rows
@@ -81,6 +82,9 @@ class PagedKV:
         layout: Layout = "native",
     ) -> None:
         tensors = [tuple(layer) if isinstance(layer, (list, tuple)) else (layer,) for layer in layers]
+        for tensor in (tensor for layer in tensors for tensor in layer):
+            if not isinstance(tensor, np.ndarray) and not hasattr(tensor, "data_ptr"):
+                raise LayoutError(f"a layer is a tensor of torch or numpy, or two, K and V, not {tensor!r:.100}")
         if not tensors or not all(tensors) or page_tokens < 1:
             raise LayoutError(f"{len(layers)} layers, pages of {page_tokens} tokens: neither may be empty")
         if layout not in ("native", "canonical"):
@@ -91,6 +95,7 @@ class PagedKV:
         blocked = {tensor: tensor.blocked(block_tokens) for kind in kinds for tensor in kind}
         self.layers = len(layers)
         self.page_tokens = page_tokens
+        self.layout: Layout = layout
         self.block_tokens = _block_tokens(blocked.values(), block_tokens)
         self.dtype = next(iter(blocked)).dtype
         self.writable = all(tensor.writable for layer in described for tensor in layer)
@@ -120,6 +125,19 @@ class PagedKV:
             ],
             self._page_units,
             tensors,
+        )
+
+    def encoding(self, engine: str, *, backend: str = "", isa: str = "") -> Encoding:
+        """How the bytes of its pages lie, for the namespace: see `RegisteredKV`."""
+        if self.layout == "canonical":
+            return Encoding(layout="canonical")
+        return Encoding(
+            layout="native",
+            engine=engine,
+            backend=backend,
+            block_tokens=self.block_tokens,
+            strides=self.strides,
+            isa=isa,
         )
 
     def view(self, block_ids: ArrayLike) -> PagedView:

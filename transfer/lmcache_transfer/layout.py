@@ -125,13 +125,16 @@ class TensorLayout:
         return self._planes(self._inside(), self._apart(), 1, 0)
 
     def native_strides(self) -> tuple[int, ...]:
-        """What tells the bytes of `native_planes` from those of another engine: the strides inside a block in bytes, in
-        the order of the axes. Padding is left out as it is not copied; axes of size one have a stride of 0."""
-        strides, step = {}, self.itemsize
+        """What tells the bytes of `native_planes` from those in another order: the strides inside a block in bytes, of
+        K and V, tokens, heads, elements and then the opaque axes, however the tensor orders them. Padding is left out
+        as it is not copied; an axis of size one, or that is not inside a block, has a stride of 0."""
+        strides: dict[Axis | None, int] = {}
+        step = self.itemsize
         for axis in reversed(self._inside()):
             strides[axis] = step if axis.size > 1 else 0
             step *= axis.size
-        return tuple(strides[axis] for axis in self.axes if axis in strides)
+        named = (strides.get(self.axis(name), 0) for name in "2thd")
+        return (*named, *(strides[axis] for axis in self.axes if axis.name == "o"))
 
     def canonical_planes(self, page_tokens: int) -> list[Plane]:
         """K, then V; tokens, then heads, then the elements of a head. A page may be any number of tokens."""
