@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-_PEERS = "sharing between hosts by peers and a controller is not part of this version; a redis or s3 tier shares KV"
+_PEERS = "sharing between hosts by peers and a controller is not part of this version"
 _DISAGGREGATED = "handing KV from a prefill engine to a decode engine is not part of this version"
 _BLENDING = (
     "blending reuses KV of another prefix, which changes what the model computes; only exact KV is returned here"
 )
 _GDS = "there is no backend that reads storage straight into GPU memory in this version; use a disk tier"
-_NIXL = "there is no NIXL backend in this version; use a disk tier for a local path, redis or s3 to share"
+_NIXL = "there is no NIXL backend in this version; use a disk tier for a local path"
 _LAZY = "the pool is taken at start and made usable in the background, so a large one delays nothing"
 _PLUGINS = "backends are Python packages: install one, and its name can be used as 'backend:' in a tier"
 _LOOKUP = "a lookup never waits for I/O here, so there is nothing to set"
@@ -87,16 +87,13 @@ CONVERTED = frozenset(
 
 # Schemes of remote_url without a tier to take their place.
 SCHEMES = {
-    "lm": "LMCache's own server speaks a protocol of its own; share KV by a redis or s3 tier, or on one host by "
-    "'lmcache-core serve'",
+    "lm": "LMCache's own server speaks a protocol of its own",
     "redis-sentinel": "a sentinel cannot be asked for the master; write the master's address as redis://host:port",
     "fs": "a directory that several hosts share needs a backend for shared file systems, which this version does not "
     "bring; a disk tier is for one host only",
     "unix": "a Redis behind a Unix socket is not supported; write redis://host:port",
 }
-NO_SCHEME = (
-    "there is no backend for {scheme}:// in this version; install a package that provides one, or use redis or s3"
-)
+NO_SCHEME = "there is no backend for {scheme}:// in this version; a package that provides one can be installed"
 
 
 def reason(key: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
@@ -11,9 +12,15 @@ import yaml
 
 from lmcache_core.config.conversion import InvalidSetting, mapping_at, shown
 from lmcache_core.config.document import read_document
-from lmcache_core.config.foreign import NO_SCHEME, SCHEMES, reason
+from lmcache_core.config.fields import fields_of
+from lmcache_core.config.foreign import NO_SCHEME, SCHEMES, is_foreign, reason
+from lmcache_core.config.loading import load_config
 from lmcache_core.config.masking import mask_url
-from lmcache_core.errors import ConfigError
+from lmcache_core.config.structs import Config
+from lmcache_core.errors import ConfigError, LMCacheError
+from lmcache_core.plugins import load_backend
+
+_MOST_TOKENS = 2**20 - 64
 
 Status = Literal["mapped", "changed", "dropped"]
 
@@ -51,6 +58,12 @@ def migrate(text: str, name: str = "<text>") -> Migration:
         old = mapping_at((), document.value)
     except InvalidSetting as invalid:
         raise ConfigError(f"{name}: {invalid}") from None
+    ours = [field.key for field in fields_of(Config) if field.key in old]
+    if ours and not any(is_foreign(str(key)) for key in old):
+        raise ConfigError(
+            f"{name}:{document.lines.get((ours[0],), 1)}: {ours[0]!r} is a key of lmcache-core and no key of LMCache "
+            "is there: nothing is left to convert; see 'lmcache-core config check'"
+        )
     return _Converter(old).run()
 
 
@@ -63,6 +76,8 @@ class _Converter:
         self._cpu: dict[str, Any] = {}
         self._metrics: dict[str, Any] = {}
         self._tiers: list[dict[str, Any]] = []
+        self._left: list[dict[str, Any]] = []
+        """Tiers that cannot be used as they are. They stand in the YAML as a comment."""
         self._notes: list[Note] = []
 
     def run(self) -> Migration:
@@ -97,6 +112,8 @@ class _Converter:
                 self._note(key, _Outcome("dropped", "it has no value"))
             elif key in handlers:
                 self._note(key, handlers[key](value))
+            elif key in Config.__struct_fields__:
+                self._note(key, _Outcome("dropped", "it is a key of lmcache-core, not of LMCache; copy it by hand"))
             else:
                 self._note(key, _Outcome("dropped", reason(key) or "it is no key of LMCache that is known here"))
         return Migration(self._text(), self._notes)
@@ -107,14 +124,26 @@ class _Converter:
         result |= {"tiers": self._tiers} if self._tiers else {}
         result |= {"metrics": self._metrics} if self._metrics else {}
         head = "# Converted from a configuration of LMCache. Everything that isn't here has its default.\n"
-        return head + (yaml.safe_dump(result, sort_keys=False, width=110) if result else "")
+        return head + (_yaml(result) if result else "") + self._comment()
+
+    def _comment(self) -> str:
+        if not self._left:
+            return ""
+        lines = _yaml({"tiers": self._left}).splitlines()
+        return "".join(f"# {line}\n" for line in ["Left out, as it cannot be used; the notes say why.", *lines])
+
+    def _add(self, tier: dict[str, Any]) -> str:
+        """Take a tier into the YAML, or into its comment: why, then; else nothing."""
+        problem = _problem(tier)
+        (self._left if problem else self._tiers).append(tier)
+        return f"{problem}; the tier is a comment in the YAML" if problem else ""
 
     def _note(self, key: str, outcome: _Outcome) -> None:
         self._notes.append(Note(key, outcome.status, mask_url(outcome.why)))
 
     def _extra_key(self, key: str) -> _Outcome:
         if key in ("valkey_username", "valkey_password", "valkey_database") and any(
-            "url" in tier for tier in self._tiers
+            "url" in tier for tier in [*self._tiers, *self._left]
         ):
             return _Outcome("mapped", "it is part of the tier's url")
         return _Outcome("dropped", reason(key) or "it is no key of LMCache that is known here")
@@ -123,6 +152,8 @@ class _Converter:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             return _Outcome("dropped", f"{shown(value)} is no number of tokens; chunk_tokens is 256")
         page = math.gcd(value, 64)
+        if value > _MOST_TOKENS:
+            return _Outcome("dropped", f"{shown(value)} tokens are too many for a chunk; chunk_tokens is 256")
         if page == 64:
             self._new["chunk_tokens"] = value
             return _Outcome("mapped", "chunk_tokens")
@@ -153,6 +184,10 @@ class _Converter:
 
     def _disk(self, value: Any) -> _Outcome:
         paths = [path.strip().removeprefix("file://") for path in str(value).split(",") if path.strip()]
+        named: dict[str, str] = {}
+        for path in paths:
+            named.setdefault(os.path.normpath(path), path)
+        paths = list(named.values())
         size = _gibibytes(self._old.get("max_local_disk_size"))
         if isinstance(value, bool) or not paths:
             return _Outcome("dropped", f"{shown(value)} is no path")
@@ -161,10 +196,9 @@ class _Converter:
                 "dropped", "without max_local_disk_size LMCache keeps nothing there; add a disk tier if wanted"
             )
         written = [_literal(path) for path in paths]
-        self._tiers.append({"backend": "disk", "path": written[0] if len(written) == 1 else written, "capacity": size})
-        if not all(path.startswith("/") for path in paths):
-            return _Outcome("changed", f"a disk tier; write the whole path of {', '.join(paths)}, from / on")
-        return _Outcome("mapped", "a disk tier")
+        tier = {"backend": "disk", "path": written[0] if len(written) == 1 else written, "capacity": size}
+        problem = self._add(tier)
+        return _Outcome("dropped", problem) if problem else _Outcome("mapped", "a disk tier")
 
     def _disk_size(self, value: Any) -> _Outcome:
         if self._tier("disk") is None:
@@ -191,16 +225,20 @@ class _Converter:
         if scheme == "valkey" and isinstance(database, int):
             rest = f"{rest.rstrip('/')}/{database}"
         scheme = "redis" if scheme == "valkey" else scheme
-        self._tiers.append({"backend": "redis", "url": _literal(f"{scheme}://{rest}")})
+        problem = self._add({"backend": "redis", "url": _literal(f"{scheme}://{rest}")})
+        if problem:
+            return _Outcome("dropped", problem)
         advice = "; take the password from the environment: ${env:NAME}" if "@" in rest else ""
         return _Outcome("mapped", f"a redis tier{advice}")
 
     def _s3(self, rest: str) -> _Outcome:
         host, _, prefix = rest.partition("/")
         bucket = host.partition(".s3")[0] if ".s3" in host else host
-        self._tiers.append(
+        problem = self._add(
             {"backend": "s3", "url": _literal(f"s3://{bucket}/{prefix}" if prefix else f"s3://{bucket}")}
         )
+        if problem:
+            return _Outcome("dropped", problem)
         if bucket == host:
             return _Outcome("mapped", "an s3 tier")
         return _Outcome(
@@ -250,7 +288,7 @@ class _Converter:
         return _Outcome("mapped", "metrics.host")
 
     def _metrics_port(self, value: Any) -> _Outcome:
-        if not isinstance(value, int) or not 0 <= value <= 65535:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 65535:
             return _Outcome("dropped", f"{shown(value)} is no port")
         self._metrics["port"] = value
         return _Outcome("changed", "metrics.port: one port for the node, not one for each rank")
@@ -259,8 +297,26 @@ class _Converter:
         return next((tier for tier in self._tiers if tier["backend"] == backend), None)
 
 
+def _yaml(value: object) -> str:
+    text: str = yaml.safe_dump(value, sort_keys=False, width=110)
+    return text
+
+
+def _problem(tier: dict[str, Any]) -> str:
+    """Why a tier cannot be used here; nothing if it can."""
+    try:
+        loaded = load_config({"tiers": [tier]}, env={})
+        for each in loaded.config.tiers:
+            load_backend(each.backend).create(each.options)
+    except LMCacheError as error:
+        cause = error.__cause__
+        told = str(cause if isinstance(cause, InvalidSetting) else error)
+        return told.removeprefix("tiers[0].backend: ").removeprefix("disk: ")
+    return ""
+
+
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 10**9
+    return isinstance(value, int | float) and not isinstance(value, bool) and 1e-6 <= value < 10**9
 
 
 def _gibibytes(value: object) -> str | None:

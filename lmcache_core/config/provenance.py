@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import enum
+import math
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from lmcache_core.config.conversion import Key, dotted
-from lmcache_core.config.fields import Field, fields_of, format_value
+from lmcache_core.config.fields import Field, fields_of, format_value, holds_secret
 from lmcache_core.config.masking import MASK, MaskedText, mask_url
 from lmcache_core.config.structs import TierConfig
 
@@ -48,6 +50,8 @@ class Setting(NamedTuple):
     """As one would write it in the YAML; secrets are masked."""
     source: str
     """`default`, `file:line`, `environment VARIABLE`, or `argument` for a mapping given in code."""
+    plain: Any = None
+    """The value for programs: sizes in bytes, durations in seconds, truth values, lists, mappings; masked alike."""
 
 
 def show(loaded: LoadedConfig) -> list[Setting]:
@@ -70,12 +74,30 @@ def _walk(key: Key, struct: msgspec.Struct, provenance: Provenance, skip: Collec
             for number, item in enumerate(value):
                 yield from _walk((*here, number), item, provenance)
         else:
-            yield Setting(dotted(here), _text(here, value, field, provenance), provenance.source(here))
+            if field.key == "path" and callable(paths := getattr(struct, "paths", None)):
+                value = paths()[0] if isinstance(value, str) else paths()  # `~` and `..` as they are understood
+            if _is_hidden(here, getattr(struct, field.attribute), field, provenance):
+                text, plain = MASK, MASK
+            else:
+                text, plain = mask_url(format_value(value, field.annotation)), _plain(value)
+            yield Setting(dotted(here), text, provenance.source(here), plain)
 
 
-def _text(key: Key, value: Any, field: Field, provenance: Provenance) -> str:
+def _is_hidden(key: Key, value: Any, field: Field, provenance: Provenance) -> bool:
     # A list or mapping is one setting here and may have a secret anywhere inside.
-    hidden = any(place[: len(key)] == key for place in provenance.hidden)
-    if hidden or isinstance(value, MaskedText) or (field.secret and value):
-        return MASK
-    return mask_url(format_value(value, field.annotation))
+    referred = any(place[: len(key)] == key for place in provenance.hidden)
+    return bool(referred or isinstance(value, MaskedText) or (value and holds_secret(field.annotation)))
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {mask_url(str(key)): _plain(item) for key, item in value.items()}
+    return mask_url(str(value))

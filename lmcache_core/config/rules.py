@@ -35,6 +35,7 @@ def _problems(config: Config) -> Iterator[tuple[Key, str]]:
     if config.lease_timeout <= 0:
         yield ("lease_timeout",), "must be longer than 0; write for example 30s"
     seen: dict[str, int] = {}
+    directories: dict[tuple[str, str], int] = {}
     for number, tier in enumerate(config.tiers):
         key: Key = ("tiers", number)
         yield from _tier(key, tier)
@@ -47,6 +48,20 @@ def _problems(config: Config) -> Iterator[tuple[Key, str]]:
                 f"{tier.name!r} is already the name of {first}; write another, as in 'name: {tier.name}-2'",
             )
         seen.setdefault(tier.name, number)
+        for path in _directories(tier):
+            first_user = directories.setdefault((tier.backend, path), number)
+            if first_user != number:
+                yield (
+                    (*key, "path"),
+                    f"{path!r} is already the path of {dotted(('tiers', first_user))}; write another directory, or "
+                    "delete one of the two tiers",
+                )
+
+
+def _directories(tier: TierConfig) -> list[str]:
+    """Normalised paths of a backend that keeps directories, which says so by a method `paths` of its options."""
+    paths = getattr(tier.options, "paths", None)
+    return list(paths()) if callable(paths) else []
 
 
 def _tier(key: Key, tier: TierConfig) -> Iterator[tuple[Key, str]]:

@@ -142,6 +142,11 @@ MISTAKES = {
         DISK + DISK.replace("tiers:\n", ""),
         ("tiers.yaml:5: ", "tiers[1].name: 'fakedisk' is already the name of tiers[0]", "'name: fakedisk-2'"),
     ),
+    "two tiers in one directory": Mistake(
+        "tiers:\n- {backend: disk, path: /a/b, capacity: 1GiB}\n- backend: disk\n  name: b\n  capacity: 1GiB\n"
+        "  path: [/c, /a/./b/]\n",
+        ("tiers.yaml:6: ", "tiers[1].path: '/a/b' is already the path of tiers[0]", "write another directory"),
+    ),
     "a name that would break a log line": Mistake(
         DISK + '    name: "a\\nb"\n', ("tiers.yaml:5: ", "tiers[0].name: ", "is no name", "letters, digits")
     ),

@@ -305,7 +305,7 @@ def test_passwords_in_urls_are_masked_when_shown() -> None:
 
 def test_what_is_shown() -> None:
     loaded = load("cpu:\n  capacity: 20GiB\ntiers:\n- backend: fakedisk\n  path: /a\n  capacity: 500GB\n")
-    assert [tuple(setting) for setting in show(loaded)] == [
+    assert [tuple(setting[:3]) for setting in show(loaded)] == [
         ("chunk_tokens", "256", "default"),
         ("page_tokens", "64", "default"),
         ("cpu.capacity", "20GiB", "tiers.yaml:2"),
@@ -338,6 +338,30 @@ def test_what_is_shown() -> None:
         ("layout", "native", "default"),
         ("log_interval", "10s", "default"),
     ]
+
+
+def test_what_is_shown_to_programs() -> None:
+    loaded = load(
+        """
+        cpu: {capacity: 20GiB}
+        salt: hunter2
+        tiers:
+        - {backend: fakedisk, path: /a, capacity: 2GiB, read_timeout: 250ms}
+        - {backend: fakeremote, url: 'redis://u:hunter2@h', nodes: ['x://u:hunter2@h'], tokens: [hunter2]}
+        - {backend: disk, path: [~/kv, /a/../b], capacity: 2GiB}
+        """
+    )
+    plain = {setting.key: setting.plain for setting in show(loaded)}
+    assert plain["cpu.capacity"] == 20 * GIB
+    assert plain["cpu.hugepages"] is False
+    assert plain["tiers[0].read_timeout"] == 0.25
+    assert plain["tiers[0].patience"] is None
+    assert plain["tiers[1].nodes"] == ["x://u:***@h"]
+    assert plain["tiers[1].labels"] == {}
+    assert plain["tiers[1].tokens"] == plain["salt"] == "***"
+    assert plain["tiers[2].path"] == [os.path.expanduser("~/kv"), "/b"]
+    assert shown(loaded)["tiers[2].path"][0] == f"[{os.path.expanduser('~/kv')}, /b]"
+    assert "hunter2" not in repr(show(loaded))
 
 
 def test_tiers_shown_without_any() -> None:

@@ -58,9 +58,16 @@ class UrlLike(msgspec.Struct, forbid_unknown_fields=True):
     url: str
 
 
+class Backend:
+    """Keeps nothing."""
+
+    def __init__(self, options: object) -> None:
+        self.open = self.close = self.contains = self.read = self.write = self.delete = lambda *_: options
+
+
 @hookimpl
 def lmcache_create_backend(options: object) -> object:
-    return options
+    return Backend(options)
 
 
 @pytest.fixture
@@ -172,9 +179,19 @@ def test_a_typical_configuration() -> None:
         (
             "local_disk: file://local_disk/\nmax_local_disk_size: 5",
             "local_disk",
-            "changed",
+            "mapped",  # by a backend that takes it
             {"tiers": [{"backend": "disk", "path": "local_disk/", "capacity": "5GiB"}]},
         ),
+        (
+            "local_disk: /a,/b,/a/\nmax_local_disk_size: 5",
+            "local_disk",
+            "mapped",
+            {"tiers": [{"backend": "disk", "path": ["/a", "/b"], "capacity": "5GiB"}]},
+        ),
+        ("chunk_size: 100000000000", "chunk_size", "dropped", None),
+        ("internal_api_server_port_start: true", "internal_api_server_port_start", "dropped", None),
+        ("pin_timeout_sec: 1.0e-300", "pin_timeout_sec", "dropped", None),
+        ("chunk_size: 64\ncpu: {capacity: 5GiB}", "cpu", "dropped", {"chunk_tokens": 64}),
         (
             'local_disk: "file:///a/,file:///b/"\nmax_local_disk_size: 5',
             "local_disk",
@@ -262,3 +279,44 @@ def test_an_empty_file_has_the_defaults() -> None:
     result, notes = run("")
     assert notes == {}
     assert loaded(result) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "why", "comment"),
+    [
+        (
+            "remote_url: redis://u:p@h:1",
+            "remote_url",
+            "there is no backend 'redis'; this version of lmcache-core has no such backend; installed are: cpu, disk",
+            {"backend": "redis", "url": "redis://u:p@h:1"},
+        ),
+        (
+            "remote_url: s3://b/kv",
+            "remote_url",
+            "there is no backend 's3'; this",
+            {"backend": "s3", "url": "s3://b/kv"},
+        ),
+        (
+            "local_disk: cache/\nmax_local_disk_size: 5",
+            "local_disk",
+            "path 'cache/' must be absolute; write it from / on",
+            {"backend": "disk", "path": "cache/", "capacity": "5GiB"},
+        ),
+    ],
+)
+def test_a_tier_that_cannot_be_used_is_a_comment(text: str, key: str, why: str, comment: dict[str, str]) -> None:
+    result, notes = run(f"{text}\nblocking_timeout_secs: 10\nmax_local_cpu_size: 5")
+    status, told = notes[key]
+    assert (status, told.startswith(why)) == ("dropped", True), told
+    assert told.endswith("; the tier is a comment in the YAML")
+    assert notes["blocking_timeout_secs"][0] == "dropped"
+    assert loaded(result).tiers == ()
+    commented = [line.removeprefix("# ") for line in result.yaml_text.splitlines()[1:] if line.startswith("# ")]
+    assert yaml.safe_load("\n".join(commented[1:])) == {"tiers": [comment]}
+
+
+@pytest.mark.parametrize("text", ["tiers: []\n", "# ours\ncpu: {capacity: 5GiB}\nfrobnicate: 1\n"])
+def test_a_file_of_ours_is_refused(text: str) -> None:
+    line = text.count("#") + 1
+    with pytest.raises(ConfigError, match=rf"old\.yaml:{line}: '\w+' is a key of lmcache-core and no key of LMCache"):
+        migrate(text, "old.yaml")
