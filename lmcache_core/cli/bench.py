@@ -21,8 +21,9 @@ import numpy.typing as npt
 
 from lmcache_core.cache import Cache, Prompt
 from lmcache_core.cli.disk_cache import can_be_inspected, look
+from lmcache_core.cli.loading import load_usable
 from lmcache_core.cli.output import Column, add_json_option, is_terminal, print_json, print_table
-from lmcache_core.config import Config, TierConfig, load_config
+from lmcache_core.config import Config, TierConfig
 from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.frame import shape
 from lmcache_core.namespace import Encoding, Group, GroupKind, Namespace, chunk_tokens_for, page_tokens_for
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         size = parse_size(arguments.size)
     except ConfigError as error:
         arguments.usage_error(f"--size: {error}")
-    config = load_config(None if arguments.file is None else Path(arguments.file)).config
+    config = load_usable(arguments.file).config
     rows = []
     for row in measure(config, size):
         rows.append(row)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lmcache_core.cli.disk_cache import Inspected, Shard, Space, can_be_inspected, look, namespaces, the_one_named
+from lmcache_core.cli.loading import load_usable
 from lmcache_core.cli.output import add_json_option, print_json, print_note, visible
-from lmcache_core.config import load_config
 from lmcache_core.errors import LMCacheError
 from lmcache_core.plugins import load_backend
 from lmcache_core.protocols import Scannable, StorageBackend
@@ -89,7 +89,7 @@ def _path(text: str) -> _Target:
 
 def _tiers(file: str) -> list[_Target]:
     targets = []
-    for tier in load_config(Path(file)).config.tiers:
+    for tier in load_usable(file).config.tiers:
         paths = [Path(path) for path in tier.options.paths()] if can_be_inspected(tier.backend) else []
         targets.append(_Target(tier.name, tier.backend, tier.options, paths, tier.write == "never"))
     return targets

@@ -5,20 +5,23 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from lmcache_core.cli.loading import load_usable
 from lmcache_core.cli.output import Column, add_json_option, print_error, print_json, print_note, print_table, visible
 from lmcache_core.config import LoadedConfig, load_config, migrate, schema, show
 from lmcache_core.config.document import MAX_BYTES
 from lmcache_core.errors import ConfigError, LMCacheError
-from lmcache_core.plugins import load_backend
+from lmcache_core.units import format_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See the package."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="config_command", required=True)
 
-    text = "Say whether a configuration can be used; the exit code is 1 if not."
+    text = "Say whether a configuration is valid; opens nothing. The exit code is 1 if not."
     check = commands.add_parser("check", help=text, description=text, allow_abbrev=False)
-    check.add_argument("file", metavar="FILE", help="the YAML file")
+    check.add_argument(
+        "file", metavar="FILE", nargs="?", help="the YAML file; by default the one that LMCACHE_CORE_CONFIG names"
+    )
     add_json_option(check)
     check.set_defaults(run=run_check)
 
@@ -44,38 +47,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Load a configuration as an engine would, and make its backends without opening them."""
-    problem = None
+    loaded, problem = None, None
     try:
-        loaded = load_config(Path(arguments.file))
-        _make_backends(loaded)
+        loaded = load_usable(arguments.file)
     except LMCacheError as error:
         problem = str(error)
+    warnings = [] if loaded is None else _warnings(loaded)
     if arguments.json:
-        print_json({"file": arguments.file, "valid": problem is None, "error": problem})
-    elif problem is not None:
-        print_error(problem)
+        name = arguments.file if loaded is None else loaded.provenance.name
+        print_json({"file": name, "valid": problem is None, "error": problem, "warnings": warnings})
+    elif loaded is None:
+        print_error(str(problem))
     else:
+        for warning in warnings:
+            print_note(f"warning: {warning}")
         tiers = ", ".join(tier.name for tier in loaded.config.tiers) or "none"
-        print(visible(f"{arguments.file}: can be used; tiers: {tiers}"))
+        print(visible(f"{loaded.provenance.name}: is valid; tiers: {tiers}; nothing was opened"))
     return 0 if problem is None else 1
 
 
-def _make_backends(loaded: LoadedConfig) -> None:
-    """Backends see contradictions between their options, and say so when they are made."""
-    for number, tier in enumerate(loaded.config.tiers):
-        try:
-            load_backend(tier.backend).create(tier.options)
-        except ConfigError as error:
-            raise ConfigError(f"{loaded.provenance.nearest(('tiers', number))}: tiers[{number}]: {error}") from error
+def _warnings(loaded: LoadedConfig) -> list[str]:
+    """What cannot work on this machine now, though it may on another."""
+    from lmcache_core.hostpool import available_memory  # imports what moves KV
+
+    capacity, free = loaded.config.cpu.capacity, available_memory()
+    if free is None or capacity <= free:
+        return []
+    where = loaded.provenance.nearest(("cpu", "capacity"))
+    return [
+        f"{where}: cpu.capacity: {format_size(capacity)} is more than the {format_size(free)} of memory that this "
+        "machine has free; an engine here would not start"
+    ]
 
 
 def run_show(arguments: argparse.Namespace) -> int:
     """Print the settings in force."""
     settings = show(load_config(None if arguments.file is None else Path(arguments.file)))
     if arguments.json:
-        print_json({"settings": [setting._asdict() for setting in settings]})
+        print_json({"settings": [{"key": each.key, "value": each.plain, "source": each.source} for each in settings]})
     else:
-        print_table([Column("setting"), Column("value"), Column("from")], settings)
+        print_table([Column("setting"), Column("value"), Column("from")], [setting[:3] for setting in settings])
     return 0
 
 

@@ -150,6 +150,10 @@ def the_one_named(prefix: str, found: Sequence[Space]) -> Space | None:
         if space.id.startswith(wanted) or any(digest.hex().startswith(wanted) for digest in space.digests)
     ]
     if len(matching) > 1:
-        names = ", ".join(space.digests[0].hex()[:16] for space in matching)
+        ids = [space.id[:16] for space in matching]
+        if len(set(ids)) == len(ids):
+            names = ", ".join(ids)
+        else:  # alike but for their encoding: what their chunks are stored under differs
+            names = ", ".join(space.digests[0].hex()[:16] for space in matching)
         raise LayoutError(f"{prefix!r} stands for {len(matching)} namespaces; write more digits of one of {names}")
     return matching[0] if matching else None

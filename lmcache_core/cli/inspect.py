@@ -35,14 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Say what lies below a path."""
+    """Say what lies below a path. The exit code is 1 if that is no cache, or one with damage."""
     path = Path(arguments.path)
     inspected = look(path)
     damage = _verify(path, inspected) if arguments.verify else None
     if arguments.json:
         print_json(_plain(arguments.path, inspected, damage, chunks=arguments.chunks))
-    else:
-        _print(path, inspected, damage, chunks=arguments.chunks)
+    elif inspected.shards:
+        _print(inspected, damage, chunks=arguments.chunks)
+    if not inspected.shards:
+        print_note(
+            f"{path}: no cache of this user; name the `path` of a disk tier, and be the user that its engine runs as"
+        )
+        return 1
     logs_damaged = arguments.verify and any(shard.damaged for shard in inspected.shards)
     return 1 if damage or logs_damaged else 0
 
@@ -60,12 +65,7 @@ def _nbytes(entries: Iterable[Entry]) -> int:
 # For people
 
 
-def _print(path: Path, inspected: Inspected, damage: list[Damage] | None, *, chunks: bool) -> None:
-    if not inspected.shards:
-        print_note(
-            f"{path}: no cache of this user; name the `path` of a disk tier, and be the user that its engine runs as"
-        )
-        return
+def _print(inspected: Inspected, damage: list[Damage] | None, *, chunks: bool) -> None:
     _print_shards(inspected)
     print()
     _print_namespaces(inspected)

@@ -88,6 +88,10 @@ def test_a_prefix_of_two_namespaces(run: Run, path: Path) -> None:
     refused = run("clear", path, "--namespace", "", "--yes")
     assert refused.code == 1
     assert "'' stands for 2 namespaces; write more digits of one of" in refused.err
+    for model in ("model-a", "model-b"):
+        listed = make_namespace(model).content.hex()[:16]
+        assert listed in refused.err
+        assert listed in run("inspect", path).out
     assert chunks(path) == 6
 
 

@@ -33,8 +33,28 @@ def good(tmp_path: Path) -> Path:
 
 def test_check_accepts(run: Run, good: Path) -> None:
     checked = run("config", "check", good)
-    assert (checked.code, checked.out, checked.err) == (0, f"{good}: can be used; tiers: disk\n", "")
-    assert run("config", "check", good, "--json").json == {"file": str(good), "valid": True, "error": None}
+    assert (checked.code, checked.out, checked.err) == (0, f"{good}: is valid; tiers: disk; nothing was opened\n", "")
+    plain = {"file": str(good), "valid": True, "error": None, "warnings": []}
+    assert run("config", "check", good, "--json").json == plain
+
+
+def test_check_without_a_file_takes_the_one_of_the_environment(
+    run: Run, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("config", "check").out == "defaults: is valid; tiers: none; nothing was opened\n"
+    monkeypatch.setenv("LMCACHE_CORE_CONFIG", str(good))
+    assert run("config", "check").out == f"{good}: is valid; tiers: disk; nothing was opened\n"
+
+
+def test_check_warns_of_a_pool_that_this_machine_cannot_hold(
+    run: Run, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_core.hostpool.available_memory", lambda: 2**30)
+    checked = run("config", "check", good)
+    warning = f"{good}:2: cpu.capacity: 2GiB is more than the 1GiB of memory that this machine has free; an engine here"
+    assert checked.code == 0
+    assert checked.err == f"warning: {warning} would not start\n"
+    assert run("config", "check", good, "--json").json["warnings"] == [f"{warning} would not start"]
 
 
 def test_check_refuses_with_file_line_and_remedy(run: Run, tmp_path: Path) -> None:
@@ -46,7 +66,7 @@ def test_check_refuses_with_file_line_and_remedy(run: Run, tmp_path: Path) -> No
     assert checked.err == f"lmcache-core: error: {problem}\n"
     as_json = run("config", "check", file, "--json")
     assert (as_json.code, as_json.err) == (1, "")
-    assert as_json.json == {"file": str(file), "valid": False, "error": problem}
+    assert as_json.json == {"file": str(file), "valid": False, "error": problem, "warnings": []}
 
 
 def test_check_asks_the_backends_too(run: Run, tmp_path: Path) -> None:
@@ -70,10 +90,11 @@ def test_show_has_every_setting_with_its_source(run: Run, good: Path, monkeypatc
     settings = {
         each["key"]: (each["value"], each["source"]) for each in run("config", "show", good, "--json").json["settings"]
     }
-    assert settings["cpu.capacity"] == ("2GiB", f"{good}:2")
-    assert settings["cpu.hugepages"] == ("false", "default")
+    assert settings["cpu.capacity"] == (2 * 2**30, f"{good}:2")
+    assert settings["cpu.hugepages"] == (False, "default")
+    assert settings["lease_timeout"] == (30, "default")
     assert settings["tiers[0].path"] == ("/nvme/kv", f"{good}:6")
-    assert settings["tiers[0].concurrency"] == ("7", "environment LMCACHE_CORE_TIERS__0__CONCURRENCY")
+    assert settings["tiers[0].concurrency"] == (7, "environment LMCACHE_CORE_TIERS__0__CONCURRENCY")
     assert settings["salt"] == ("***", f"{good}:3")
     assert {field.key for field in fields_of(Config)} <= {key.partition(".")[0].partition("[")[0] for key in settings}
 
@@ -242,3 +263,52 @@ def test_square_brackets_are_no_markup_on_a_terminal(run: Run, monkeypatch: pyte
     monkeypatch.setattr("lmcache_core.cli.output.is_terminal", lambda stream: True)
     monkeypatch.setenv("COLUMNS", "200")
     assert "[bold]batch[/bold]" in run("backends").out
+
+
+DECLINING = """
+import msgspec
+from lmcache_core.errors import ConfigError
+from lmcache_core.hookspecs import hookimpl
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    url: str
+
+@hookimpl
+def lmcache_backend_options():
+    return Options
+
+@hookimpl
+def lmcache_create_backend(options):
+    raise ConfigError(f"url {options.url} and nothing else contradict each other")
+"""
+
+
+@pytest.mark.parametrize("words", [["config", "check"], ["bench"], ["clear", "--yes", "--config"]])
+def test_what_a_backend_refuses_is_told_by_file_and_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    (tmp_path / "declining_kv.py").write_text(DECLINING)
+    info = tmp_path / "declining_kv-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: declining-kv\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[lmcache_core.backends]\ndeclining = declining_kv\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load_backend.cache_clear()
+    invalidate_caches()
+    file = tmp_path / "tiers.yaml"
+    file.write_text("cpu: {}\ntiers:\n  - backend: declining\n    url: x://u:hunter2@h\n")
+    refused = run(*words, file)
+    assert (refused.code, refused.out) == (1, "")
+    problem = "tiers[0]: url x://u:***@h and nothing else contradict each other"
+    assert refused.err == f"lmcache-core: error: {file}:3: {problem}\n"
+    sys.modules.pop("declining_kv", None)
+
+
+def test_what_was_migrated_can_be_checked(run: Run, tmp_path: Path) -> None:
+    old, new = tmp_path / "lmcache.yaml", tmp_path / "tiers.yaml"
+    old.write_text(f"{FOREIGN}remote_url: redis://u:p@h\nlocal_disk: kv/\nmax_local_disk_size: 5\n")
+    new.write_text(run("config", "migrate", old).out)
+    assert run("config", "check", new).code == 0
+    again = run("config", "migrate", new)
+    assert (again.code, again.out) == (1, "")
+    assert f"{new}:2: 'chunk_tokens' is a key of lmcache-core" in again.err

@@ -246,7 +246,9 @@ def test_memory_is_bounded_by_one_chunk(path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_directory_without_a_cache_is_said_to_be_one(run: Run, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     found = run("inspect", tmp_path / "empty")
-    assert (found.code, found.out) == (0, "")
+    assert (found.code, found.out) == (1, "")
+    as_json = run("inspect", tmp_path / "empty", "--json")
+    assert (as_json.code, as_json.json["shards"], as_json.err) == (1, [], found.err)
     assert found.err.startswith(f"{tmp_path / 'empty'}: no cache of this user; name the `path` of a disk tier")
     assert list((tmp_path / "empty").iterdir()) == []
 

@@ -1,0 +1,31 @@
+"""A configuration as commands read it: whatever `config check` refuses, each of them refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lmcache_core.config import InvalidSetting, LoadedConfig, load_config
+from lmcache_core.config.conversion import dotted
+from lmcache_core.errors import ConfigError, PluginError
+from lmcache_core.plugins import load_backend
+
+__all__ = ["load_usable"]
+
+
+def load_usable(file: str | None) -> LoadedConfig:
+    """The configuration of a file, else of the one that LMCACHE_CORE_CONFIG names, else the defaults. Its backends
+    have been made, since they see contradictions between their options; nothing is opened.
+
+    Raises:
+        ConfigError: It can't be used. The message has file, line and key.
+    """
+    loaded = load_config(None if file is None else Path(file))
+    for number, tier in enumerate(loaded.config.tiers):
+        try:
+            load_backend(tier.backend).create(tier.options)
+        except (ConfigError, PluginError) as error:
+            below = error.key if isinstance(error, InvalidSetting) else ()
+            place = ("tiers", number)
+            where = loaded.provenance.nearest((*place, *below))
+            raise ConfigError(f"{where}: {dotted(place)}: {error}") from error
+    return loaded
