@@ -1,4 +1,4 @@
-"""Making files longer and names durable. Everything raises `OSError`."""
+"""What several modules do with files: lengthen them, make their names durable, close them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENODEV, errno.EINVAL, errno.E
 
 
 def lengthen(fd: int, size: int, target: int) -> None:
-    """Give a file of `size` bytes zeros up to `target`, with room of their own where the file system can."""
+    """Give a file of `size` bytes zeros up to `target`, with room of their own where the file system can. Raises
+    `OSError`."""
     try:
         os.posix_fallocate(fd, size, target - size)
     except OSError as error:
@@ -22,7 +23,7 @@ def lengthen(fd: int, size: int, target: int) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Wait until the drive knows the names in a directory."""
+    """Wait until the drive knows the names in a directory. Raises `OSError`."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
