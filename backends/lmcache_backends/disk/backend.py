@@ -7,8 +7,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from lmcache_backends.disk.faults import failed
-from lmcache_backends.disk.manifests import read_manifests, write_manifest
 from lmcache_backends.disk.options import DiskOptions
 from lmcache_backends.disk.records import KEY, MOST_PAGES
 from lmcache_backends.disk.replay import Entry
@@ -92,11 +90,11 @@ class DiskBackend:
 
     async def describe(self, space: bytes, manifest: bytes) -> None:
         session = self._opened()
-        await session.each(_describe, [(session.store.path, space, manifest)])
+        await session.each(session.store.describe, [(space, manifest)])
 
     async def manifests(self) -> dict[bytes, bytes]:
         session = self._opened()
-        (found,) = await session.each(_manifests, [(session.store.path,)])
+        (found,) = await session.each(session.store.manifests, [()])
         return found
 
     def _opened(self) -> _Session:
@@ -124,8 +122,10 @@ class _Session:
         self._given_up = False
 
     async def open(self) -> None:
+        opening = self._submit(self.store.open)
+        opening.add_done_callback(_seen)
         try:
-            await asyncio.shield(self._submit(self.store.open))
+            await asyncio.shield(opening)
         except BaseException:
             if not self._give_up():
                 self._threads.post(self._end)
@@ -191,15 +191,7 @@ def _stored(entries: Sequence[Entry]) -> list[Stored]:
     return [entry.stored() for entry in entries]
 
 
-def _describe(path: str, space: bytes, manifest: bytes) -> None:
-    try:
-        write_manifest(path, space, manifest)
-    except OSError as error:
-        raise failed(error, path) from error
-
-
-def _manifests(path: str) -> dict[bytes, bytes]:
-    try:
-        return read_manifests(path)
-    except OSError as error:
-        raise failed(error, path) from error
+def _seen(future: asyncio.Future[None]) -> None:
+    """Nobody may be waiting any more for what went wrong."""
+    if not future.cancelled():
+        future.exception()

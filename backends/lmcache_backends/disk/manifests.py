@@ -1,4 +1,4 @@
-"""Readable descriptions of spaces, a small JSON file each, shared by all owners of a path."""
+"""Readable descriptions of spaces, a small JSON file each, shared by all owners of a path. Raises `OSError`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 import re
 import secrets
 
-__all__ = ["read_manifests", "write_manifest"]
+__all__ = ["read_manifests", "remove_temporary", "write_manifest"]
 
 DIRECTORY = "manifests"
 _NAME = re.compile(r"([0-9a-f]{64})\.json")
+_TEMPORARY = re.compile(r"[0-9a-f]{64}\.json\.[0-9a-f]{8}\.tmp")
 _LARGEST = 1 << 20
 
 
 def write_manifest(root: str, space: bytes, manifest: bytes) -> None:
-    """Keep `manifest` for `space` below `root`. Raises `OSError`."""
+    """Keep `manifest` for `space` below `root`. Under the node's lock."""
     directory = os.path.join(root, DIRECTORY)
     path = os.path.join(directory, f"{space.hex()}.json")
     temporary = f"{path}.{secrets.token_hex(4)}.tmp"
@@ -33,8 +34,20 @@ def write_manifest(root: str, space: bytes, manifest: bytes) -> None:
         raise
 
 
+def remove_temporary(root: str) -> int:
+    """Remove what a crash left half written, and tell how much that was. Under the node's lock."""
+    directory = os.path.join(root, DIRECTORY)
+    try:
+        left = [name for name in os.listdir(directory) if _TEMPORARY.fullmatch(name)]
+    except FileNotFoundError:
+        return 0
+    for name in left:
+        os.unlink(os.path.join(directory, name))
+    return len(left)
+
+
 def read_manifests(root: str) -> dict[bytes, bytes]:
-    """All descriptions below `root`. Raises `OSError`."""
+    """All descriptions below `root`."""
     directory = os.path.join(root, DIRECTORY)
     found: dict[bytes, bytes] = {}
     try:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 
 from lmcache_backends.disk.faults import FULL, failed
 from lmcache_backends.disk.log import Rewrite
+from lmcache_backends.disk.manifests import read_manifests
 from lmcache_backends.disk.options import DiskOptions
 from lmcache_backends.disk.replay import Entry, check_of
 from lmcache_backends.disk.shard import Shard
@@ -48,11 +49,6 @@ class Store:
         self._epoch = 0
         self._ticking = threading.Lock()  # around _epoch; held for no I/O
         self._refreshed = 0.0
-
-    @property
-    def path(self) -> str:
-        """The first path, for what is small."""
-        return self._volumes[0].path
 
     def open(self) -> None:
         """Learn what is stored. Everything is let go of when it fails."""
@@ -200,6 +196,16 @@ class Store:
                 epoch += len(entries)
         for shard in {shard for shard, _ in found}:
             self._compact(shard)
+
+    def describe(self, space: bytes, manifest: bytes) -> None:
+        """Keep a description, on the first path."""
+        with _failing(self._volumes[0].path):
+            self._volumes[0].describe(space, manifest)
+
+    def manifests(self) -> dict[bytes, bytes]:
+        """All descriptions."""
+        with _failing(self._volumes[0].path):
+            return read_manifests(self._volumes[0].path)
 
     def _learn(self, shard: Shard, entries: dict[tuple[bytes, bytes], Entry]) -> None:
         """Find `entries` from now on. Of a key in two shards, as a crash can leave it, the value used last."""

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from lmcache_backends.disk.faults import FULL
 from lmcache_backends.disk.locks import FileLock, lock_text
+from lmcache_backends.disk.manifests import remove_temporary, write_manifest
 from lmcache_backends.disk.options import UNIT, DiskOptions
 from lmcache_backends.disk.replay import Entry, rounded
 from lmcache_backends.disk.segments import Segment
@@ -77,6 +78,7 @@ class Volume:
         self._make()
         unreadable = []
         with self._node_lock():
+            self._tally.add("orphans_removed", remove_temporary(self.path))
             for name in shard_names(self.path):
                 path = os.path.join(self.path, name)
                 if (lock := FileLock.attempt(os.path.join(path, LOCK))) is not None:
@@ -104,6 +106,11 @@ class Volume:
             self._drop_empty()
             self._share_with(self._others())
         return loaded
+
+    def describe(self, space: bytes, manifest: bytes) -> None:
+        """Keep a description."""
+        with self._node_lock():
+            write_manifest(self.path, space, manifest)
 
     def _make(self) -> None:
         """Make the directory, unless it is there. If it cannot even be looked at, say why not."""

@@ -1,6 +1,7 @@
 """Disks that are full, read-only, gone or hung: the tier says so, and recovers by being opened again."""
 
 import asyncio
+import gc
 import os
 import shutil
 import subprocess
@@ -320,6 +321,27 @@ async def test_an_opening_that_is_given_up_holds_no_locks_later(
     await tier.open()
     assert await tier.contains([chunk(0).key]) == [True]
     await tier.close()
+
+
+async def test_an_opening_that_fails_when_nobody_waits_any_more_bothers_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    tier = DiskBackend(options(tmp_path))
+    hanging = Hanging(monkeypatch, "makedirs")
+    opening = asyncio.create_task(tier.open())
+    await hanging.wait()
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    await asyncio.to_thread(tmp_path.rmdir)
+    tmp_path.write_text("in the way")
+    hanging.release.set()
+    await asyncio.to_thread(_wait_for_end, tier)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not told
 
 
 def _hang_at_the_end(call: Any) -> Any:

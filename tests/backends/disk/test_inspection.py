@@ -90,6 +90,14 @@ async def test_manifests_are_kept_replaced_and_shown(tmp_path: Path) -> None:
     assert await tier.manifests() == expected
     await tier.close()
     assert (await asyncio.to_thread(inspect_path, tmp_path)).manifests == expected
+    notes = tmp_path / "manifests" / "notes.tmp"
+    notes.write_text("somebody's own")
+    (tmp_path / "manifests" / f"{spaces[0].hex()}.json.0123abcd.tmp").write_text('{"model')
+    await tier.open()
+    assert tier.counters()["orphans_removed"] == 1
+    assert await tier.manifests() == expected
+    await tier.close()
+    notes.unlink()
     assert sorted(file.suffix for file in (tmp_path / "manifests").iterdir()) == [".json", ".json"]
 
 
