@@ -49,6 +49,8 @@ def main() -> int:
                 continue
             runs = max(1, round(fault.runs * given.scale))
             reports.append(inject(fault, runs, given.seed, progress))
+            if not console.is_terminal:
+                console.print(" ".join(f"{name}={value}" for name, value in reports[-1].row().items()))
     console.print(table(reports))
     for line in skipped:
         console.print(line)

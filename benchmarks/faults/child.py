@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,7 @@ def work(engine: Engine, job: Job, thread: int, turn: threading.Lock) -> None:
     rng = random.Random(f"{job.seed} {job.first} {thread}")
     number = job.first + thread
     recent: deque[Prompt] = deque(maxlen=RECENT)
-    counted = Counter[str]()
+    counted = {"compactions": 0, "evicted": 0}
     for round_ in range(1 << 30):
         time.sleep(job.pause)
         if not recent or rng.random() < 0.5:
@@ -219,7 +219,7 @@ def work(engine: Engine, job: Job, thread: int, turn: threading.Lock) -> None:
             totals = {"compactions": engine.tier().counters["compactions"], "evicted": engine.count("evicted_chunks")}
             for name, total in totals.items():
                 say(f"= {name} {total - counted[name]}")
-            counted.update(totals)
+            counted = totals
 
 
 def use(rng: random.Random, engine: Engine, prompt: Prompt, recent: deque[Prompt]) -> None:

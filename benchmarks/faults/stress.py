@@ -76,7 +76,7 @@ class Tiers:
         disk = DiskBackend(
             DiskOptions(path=str(path), capacity=40 * frame_shape().nbytes, min_free=0, segment=64 * KIB)
         )
-        far = CpuBackend(CpuOptions(capacity=60 * frame_shape().nbytes))
+        far = CpuBackend(CpuOptions())  # unbounded: nobody makes room on a tier that cannot be listed
         self._rng = rng
         self.slow: list[Slow] = []
         self._faulty: list[Faulty] = []
