@@ -20,10 +20,12 @@ pytest.register_assert_rewrite(
     *(
         f"{__name__}.{name}"
         for name in (
+            "cancels",
             "capabilities",
             "case",
             "data",
             "life",
+            "loop",
             "model",
             "races",
             "room",

@@ -39,7 +39,7 @@ class BackendCase:
     @pytest.fixture
     def backend_factory(self) -> BackendFactory:
         """Return a function that makes backends, not opened yet, all on one medium that is empty at first and is
-        this test's own. No two of them are open at the same time."""
+        this test's own, with room for 64 MiB. No two of them are open at the same time."""
         pytest.fail(f"{type(self).__name__} needs a fixture backend_factory", pytrace=False)
 
     @pytest.fixture

@@ -1,4 +1,4 @@
-"""Several callers at once, and callers that give up."""
+"""Several callers at once."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ from lmcache_core.testing.case import (
 from lmcache_core.testing.data import aligned_buffer, make_chunk, make_key
 
 KIB = 2**10
-GIVE_UP_AFTER = (0, 1, 2, 3, 5, 8, 13, 21)
-"""Turns of the event loop a call gets before it is cancelled."""
 
 
 class RaceTests(BackendCase):
-    """A read sees one whole value, whatever else goes on, and a call that is cancelled leaves nothing behind."""
+    """A read sees one whole value, whatever else goes on."""
 
     async def test_racing_verbs_on_one_key_see_whole_values(self, backend: StorageBackend) -> None:
         versions = [make_chunk(make_key(1), 128 * KIB, version=v) for v in range(6)]
@@ -49,44 +47,6 @@ class RaceTests(BackendCase):
         async with asyncio.timeout(self.deadline):
             await asyncio.gather(*map(lives, chunks))
             await assert_holds(backend, chunks)
-
-    async def test_a_cancelled_read_leaves_buffer_and_backend_alone(self, backend_factory: BackendFactory) -> None:
-        chunks = [make_chunk(make_key(i), 256 * KIB) for i in range(4)]
-        keys = [chunk.key for chunk in chunks]
-        reused: list[memoryview] = []
-        async with opened(backend_factory()) as backend:
-            await write_all(backend, chunks)
-            for after in GIVE_UP_AFTER:
-                buffers = [aligned_buffer(256 * KIB) for _ in keys]
-                await give_up(asyncio.ensure_future(backend.read(keys, buffers)), after, self.deadline)
-                for buffer in buffers:  # the coroutine has ended, so the buffers are somebody else's
-                    buffer[:] = b"\xa5" * (256 * KIB)
-                reused += buffers
-                async with asyncio.timeout(self.deadline):
-                    await assert_holds(backend, chunks)
-        for buffer in reused:
-            assert buffer == b"\xa5" * (256 * KIB), "a read that was cancelled and had ended wrote to its buffer"
-
-    async def test_a_cancelled_write_leaves_an_old_or_a_new_value(self, backend_factory: BackendFactory) -> None:
-        old = [make_chunk(make_key(i), 256 * KIB) for i in range(4)]
-        keys = [chunk.key for chunk in old]
-        async with opened(backend_factory()) as backend:
-            await write_all(backend, old)
-            for after in GIVE_UP_AFTER:
-                new = [make_chunk(key, 256 * KIB, version=1 + after) for key in keys]
-                memory = [aligned_buffer(256 * KIB) for _ in keys]
-                for buffer, chunk in zip(memory, new, strict=True):
-                    buffer[:] = chunk.data
-                lent = [c._replace(data=m.toreadonly()) for c, m in zip(new, memory, strict=True)]
-                await give_up(asyncio.ensure_future(backend.write(lent)), after, self.deadline)
-                for buffer in memory:
-                    buffer[:] = bytes(256 * KIB)
-                async with asyncio.timeout(self.deadline):
-                    values = await read_all(backend, keys, 256 * KIB)
-                    for value, *either in zip(values, old, new, strict=True):
-                        assert not isinstance(value, bytes) or value in [c.data for c in either], "a mixture"
-                    await write_all(backend, old)
-                    await assert_holds(backend, old)
 
     async def test_close_while_calls_are_under_way(self, backend_factory: BackendFactory) -> None:
         chunks = [make_chunk(make_key(i), 512 * KIB) for i in range(4)]
@@ -160,11 +120,3 @@ async def assert_agrees_with_itself(backend: StorageBackend, versions: list[Chun
     assert all(hit in [bytes(chunk.data) for chunk in versions] for hit in hits)
     if isinstance(backend, Scannable):
         assert [(s.key, s.nbytes) for s in await scan_all(backend)] == [(key, len(hit)) for hit in hits]
-
-
-async def give_up(call: asyncio.Future[object], after: int, deadline: float) -> None:
-    """Cancel a call after some turns of the event loop and wait until it has ended."""
-    await turns(after)
-    call.cancel()
-    await finished(call, deadline=deadline)
-    assert call.cancelled() or call.exception() is None, f"cancelling it raised {call.exception()!r}"

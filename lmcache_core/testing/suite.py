@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from lmcache_core.testing.cancels import CancelTests
 from lmcache_core.testing.capabilities import CapabilityTests
 from lmcache_core.testing.case import BackendFactory
 from lmcache_core.testing.life import LifeTests
+from lmcache_core.testing.loop import LoopTests
 from lmcache_core.testing.model import run_model
 from lmcache_core.testing.races import RaceTests
 from lmcache_core.testing.room import RoomTests, given
@@ -14,7 +16,7 @@ from lmcache_core.testing.values import ValueTests
 
 
 # pytest runs the last base's tests first: the simple ones.
-class StorageBackendTests(RoomTests, CapabilityTests, LifeTests, RaceTests, ValueTests):
+class StorageBackendTests(RoomTests, CapabilityTests, LifeTests, CancelTests, RaceTests, LoopTests, ValueTests):
     """Everything the contract in `lmcache_core.protocols` says, as tests.
 
         class TestMyBackend(StorageBackendTests):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
@@ -109,6 +110,20 @@ class RaisesItsOwnWhenCancelled(ReferenceBackend):
         except asyncio.CancelledError:
             raise OSError("interrupted") from None
         return await super().read(keys, into)
+
+
+@caught_by("test_no_verb_blocks_the_event_loop")
+class BlocksTheLoop(ReferenceBackend):
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        time.sleep(0.001)
+        return await super().contains(keys)
+
+
+@caught_by("test_no_verb_blocks_the_event_loop")
+class OpensAFileOnTheLoop(ReferenceBackend):
+    async def open(self) -> None:
+        with open(__file__):
+            await super().open()
 
 
 @caught_by("test_a_damaged_value_is_no_hit")

@@ -63,13 +63,16 @@ class TestBroken(StorageBackendTests):
 
 
 @pytest.mark.parametrize(("backend", "test"), CAUGHT_BY.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_the_kit_fails(pytester: pytest.Pytester, backend: type[ReferenceBackend], test: str) -> None:
+def test_the_kit_fails(
+    pytester: pytest.Pytester, backend: type[ReferenceBackend], test: str, blocking_calls: list[str]
+) -> None:
     path = pytester.makepyfile(MODULE.format(name=backend.__name__, module=backend.__module__))
     # Strict mode, and none of this project's settings: as for an author who has configured nothing.
     options = ["--import-mode=importlib", "-o", "asyncio_default_fixture_loop_scope=function"]
     _, skipped, failed = pytester.inline_run(*options, f"{path}::TestBroken::{test}").countoutcomes()
     assert failed >= 1
     assert skipped == 0
+    blocking_calls.clear()  # some block on purpose
 
 
 def test_every_test_of_the_kit_can_fail() -> None:

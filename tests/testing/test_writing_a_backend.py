@@ -52,6 +52,16 @@ def test_its_backend_passes_the_kit(package: Path) -> None:
     assert re.search(r"^\d+ passed, \d+ skipped", out.splitlines()[-1])
 
 
+@pytest.mark.slow
+def test_the_kit_fails_it_when_its_calls_end_before_their_threads(package: Path) -> None:
+    module = package / "mutated" / "lmcache_backend_files.py"
+    module.parent.mkdir()
+    module.write_text(FILES[module.name].replace("_threads.finish(", "_threads.run("))
+    code = "import sys, pytest; sys.path.insert(0, 'mutated'); pytest.main(sys.argv[1:])"
+    out = run(sys.executable, "-c", code, "-p", "no:cacheprovider", "-q", "-k", "cancelled", "tests", cwd=package)
+    assert re.search(r"^FAILED .*test_a_cancelled_", out, re.MULTILINE)
+
+
 def test_its_yaml_names_its_backend(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (yaml,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     monkeypatch.syspath_prepend(str(package / "site"))
