@@ -43,7 +43,7 @@ class SqliteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What may stand beside `backend: sqlite`."""
 
     path: str
-    """The file. It and its directory are made when they are missing."""
+    """The file, absolute or relative to where the process started. It and its directory are made when missing."""
     capacity: ByteSize | None = None
     """Bytes of chunks it may hold; the file is a little larger. Unbounded if not given."""
 
