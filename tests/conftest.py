@@ -47,6 +47,8 @@ def watch_for_blocking_calls() -> BlockBuster:
             excluded_modules=UNWATCHED,
             can_block_functions=[("linecache.py", {"updatecache"})],  # tracebacks in log records
         )
+    # The index's mutex is held for microseconds, and by design also taken on event loops.
+    watch.functions["threading.Lock.acquire"].can_block_in("lmcache_core/node.py", "__enter__")
     return watch
 
 
