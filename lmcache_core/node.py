@@ -157,8 +157,9 @@ class Node:
     def take(self) -> list[Decision]:
         """Decisions that have not been carried out; the caller does. Called under the mutex."""
         out = self.index.out
-        if out:
-            self.index.out = []
+        if not out:
+            return []  # never the list itself: others add to it as soon as the mutex is free
+        self.index.out = []
         return out
 
     def register(self, namespace: Namespace) -> list[Space]:

@@ -60,7 +60,7 @@ def lengths(rng: random.Random, log: Path) -> None:
 
 
 def enormous_log(rng: random.Random, log: Path) -> None:
-    os.truncate(log, 1 << 30)
+    os.truncate(log, 1 << 28)
 
 
 def enormous_segment(rng: random.Random, log: Path) -> None:

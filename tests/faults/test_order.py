@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
 
 from benchmarks.faults.campaign import until
 from benchmarks.faults.engine import CHUNK_PAGES, Prompt
@@ -57,3 +61,43 @@ def test_a_write_that_waits_with_an_eviction_does_not_delete_what_was_stored_mea
 
 async def opened(gate: asyncio.Event) -> None:
     gate.set()
+
+
+class Between:
+    """A mutex that lets something happen at the moment when it has been released."""
+
+    def __init__(self, mutex: threading.Lock) -> None:
+        self._mutex = mutex
+        self.then: Callable[[], object] | None = None
+
+    def acquire(self, *arguments: Any) -> bool:
+        return self._mutex.acquire(*arguments)
+
+    def release(self) -> None:
+        self._mutex.release()
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_what_one_thread_decides_while_another_lets_go_is_done_once(verb: str) -> None:
+    shelf = Shelf()
+    with an_engine(shelf) as engine:
+        prompt = Prompt(0, CHUNK_PAGES)
+        if verb == "read":
+            assert engine.stored(prompt)
+            engine.cache.clear(["cpu"])
+        node = engine.cache.client.node  # type: ignore[attr-defined]
+        node.mutex = between = Between(node.mutex)
+        between.then = (lambda: engine.stored(prompt)) if verb == "write" else (lambda: engine.retrieve(prompt))
+        engine.cache.lookup(Prompt(1, 1).tokens)
+        assert engine.cache.flush(10)
+        assert [count for called, count in shelf.calls if called == verb] == [1]
+        assert engine.retrieve(prompt) == prompt.pages
