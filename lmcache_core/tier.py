@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from lmcache_core import frame
@@ -304,7 +304,7 @@ class TierRunner:
             before = {self._busy[key] for key in keys if key in self._busy}
             self._busy.update(dict.fromkeys(keys, done))  # at once: what comes later for any of them comes after
             if before:
-                await asyncio.wait(before)
+                await self._wait(before, batch)
             writes = [mutation for mutation in batch if isinstance(mutation, Write)]
             if writes:
                 await self._write(writes)
@@ -317,6 +317,14 @@ class TierRunner:
             done.set_result(None)
             self._mutating -= 1
             self._pump()
+
+    async def _wait(self, before: Collection[asyncio.Future[None]], batch: list[Mutation]) -> None:
+        try:
+            await asyncio.wait(before)
+        except asyncio.CancelledError:  # the tier is being closed
+            for mutation in batch:
+                self._refuse(mutation)
+            raise
 
     async def _write(self, writes: list[Write]) -> None:
         loop = asyncio.get_running_loop()

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.faults.campaign import until
 from benchmarks.faults.engine import CHUNK_PAGES, Prompt
 from lmcache_core.protocols import ChunkKey
+from lmcache_core.wrappers import Slow
 from tests.faults.kit import FRAME, an_engine
 from tests.node.shelf import Shelf
 
@@ -101,3 +102,18 @@ def test_what_one_thread_decides_while_another_lets_go_is_done_once(verb: str) -
         assert engine.cache.flush(10)
         assert [count for called, count in shelf.calls if called == verb] == [1]
         assert engine.retrieve(prompt) == prompt.pages
+
+
+def test_closing_tells_who_waits_for_a_write_that_waits_for_another() -> None:
+    slow = Slow(Shelf())
+    with an_engine(slow) as engine:
+        prompt = Prompt(0, CHUNK_PAGES)
+        assert engine.stored(prompt)
+        slow.hang("delete")
+        engine.cache.evict(prompt.tokens)
+        assert slow.wait_until_hanging()
+        written = engine.store(prompt)
+        assert written is not None
+        engine.cache.client.node.close(0.2)  # type: ignore[attr-defined]
+        assert written._written.done()
+        assert written.wait() is False
