@@ -177,9 +177,14 @@ class Space:
         return entry.key in self._children
 
     def leaf(self, entry: Entry) -> Entry:
-        """A chunk behind `entry` that no other needs; `entry` itself if none needs it."""
+        """A chunk behind `entry` that no other needs; `entry` itself if none needs it. What a tier tells of its chunks
+        may be nonsense: a chunk that is its own ancestor ends the walk."""
+        seen = {entry}
         while children := self._children.get(entry.key):
             entry = next(iter(children))
+            if entry in seen:
+                break
+            seen.add(entry)
         return entry
 
     def holding(self, page: bytes) -> Iterator[Entry]:

@@ -11,6 +11,8 @@ from lmcache_core.index.tiers import TierState
 from lmcache_core.namespace import GroupKind
 from lmcache_core.protocols import ChunkKey, ReadResult, Stored
 
+KEY_BYTES = 32
+
 
 class Loading(Residency):
     """Residency, and the events by which chunks become known and loaded. `spaces` are all namespaces' groups."""
@@ -87,6 +89,8 @@ class Loading(Residency):
         """Event: chunks found on a tier, least recently used first. Those of a namespace that nobody has registered yet
         are known by size alone."""
         for stored in batch:
+            if not _plausible(stored):
+                continue
             space = self.spaces.setdefault(stored.key.space, Space(stored.key.space))
             known = space.chunks.get(stored.key.page)
             if known is None:
@@ -117,3 +121,15 @@ class Loading(Residency):
         """Event: a tier that cannot be listed was asked for a chunk and has it."""
         nbytes = space.form(len(pages)).nbytes
         self.scanned(tier, [Stored(ChunkKey(space.digest, pages[-1]), pages, nbytes, parent)])
+
+
+def _plausible(stored: Stored) -> bool:
+    """Whether a chunk that a tier says it holds can be one at all. A plugin may say anything."""
+    pages, parent = stored.pages, stored.parent
+    return (
+        len(pages) > 0
+        and pages[-1] == stored.key.page
+        and all(len(page) == KEY_BYTES for page in (*pages, stored.key.space))
+        and (not parent or (len(parent) == KEY_BYTES and parent not in pages))
+        and stored.nbytes > 0
+    )

@@ -7,7 +7,7 @@ import pytest
 from lmcache_core.index import POOL, TierRules, tier_bit
 from lmcache_core.index.decisions import Delete, Load, Read, Touch, Write
 from lmcache_core.index.policy import Lru, S3Fifo
-from lmcache_core.protocols import ReadResult, Stored, WriteResult
+from lmcache_core.protocols import ChunkKey, ReadResult, Stored, WriteResult
 from tests.index.world import World, content, prompt
 
 DISK = tier_bit(0)
@@ -428,3 +428,26 @@ def test_a_write_that_ends_while_its_tier_is_scanned_is_counted_once() -> None:
     world.run()
     assert world.index.tiers[0].used == entry.nbytes
     assert world.pages(abc("aaaa"), DISK) == 4
+
+
+def test_nonsense_that_a_tier_tells_of_its_chunks_ends_no_search_for_room() -> None:
+    """A chunk that is its own parent, two that are each other's, and names that are none."""
+    world = World(2, [TierRules("disk", capacity=4 * World(1).chunk_bytes)])
+    space, size = world.spaces[0].digest, World(1).chunk_bytes
+    a, b, c = prompt("a")[0], prompt("b")[0], prompt("c")[0]
+
+    def told(pages: tuple[bytes, ...], parent: bytes, nbytes: int = size) -> Stored:
+        return Stored(ChunkKey(space, pages[-1] if pages else a), pages, nbytes, parent)
+
+    nonsense = [told((a,), a), told((), b""), told((b"short",), b""), told((a,), b"short"), told((a,), b"", -5)]
+    world.index.scanned(world.index.tiers[0], nonsense)
+    assert world.index.tiers[0].used == 0
+    one_page = world.spaces[0].form(1).nbytes
+    circle = [told((a,), b, one_page), told((b,), c, one_page), told((c,), a, one_page)]
+    world.index.scanned(world.index.tiers[0], circle)
+    world.index.check_victim = lambda entry, bit: None  # type: ignore[method-assign]  # in a circle each is needed
+    for name in "defghi":
+        world.store(abc(name * 4))
+        world.run()
+    assert world.pages(abc("iiii"), DISK) == 4
+    assert world.index.tiers[0].used <= 4 * size
