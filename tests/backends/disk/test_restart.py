@@ -137,6 +137,10 @@ def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
+def _number(stored: Chunk) -> int:
+    return int.from_bytes(stored.key.page[:8], "big")
+
+
 @pytest.mark.parametrize("changes", [{}, {"segment": 96 * KIB}, {"fsync": True}, {"direct": "never"}])
 def test_sizes_that_do_not_divide_segments(tmp_path: Path, changes: dict[str, object]) -> None:
     """Chunks of all sizes come and go; at any time all are right, none share a place, and there is no leak."""
@@ -147,7 +151,7 @@ def test_sizes_that_do_not_divide_segments(tmp_path: Path, changes: dict[str, ob
             assert_holds(store, *held.values())
             for number in range(150):
                 new = chunk(rng.randrange(40), 4 * KIB * rng.randrange(1, 60), version=number)
-                key = int.from_bytes(new.key.page[:8], "big")
+                key = _number(new)
                 (result,) = put(store, new)
                 if result is WriteResult.STORED:
                     held[key] = new
@@ -160,7 +164,8 @@ def test_sizes_that_do_not_divide_segments(tmp_path: Path, changes: dict[str, ob
             store.delete([c.key for c in held.values()])
             held.clear()
             assert taken(tmp_path) == 0, "nothing is stored, nothing is taken"
-            fill(store, chunk(1, 512 * KIB), chunk(2, MIB))
+            held = {_number(c): c for c in (chunk(1, 512 * KIB), chunk(2, MIB))}
+            fill(store, *held.values())
 
 
 def test_room_of_equal_chunks_is_used_to_the_last(tmp_path: Path) -> None:
