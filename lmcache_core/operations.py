@@ -68,11 +68,7 @@ async def arun(operation: Operation[T]) -> T:
         while True:
             if isinstance(step, Copy):
                 copying = asyncio.ensure_future(asyncio.to_thread(step.move))
-                try:
-                    await asyncio.shield(copying)
-                except asyncio.CancelledError:
-                    await asyncio.wait([copying])  # the slot is in use until the copy has ended
-                    raise
+                await _ended(copying)
             else:
                 try:
                     answer = await asyncio.wait_for(
@@ -86,6 +82,19 @@ async def arun(operation: Operation[T]) -> T:
         return result
     finally:
         operation.close()
+
+
+async def _ended(copying: asyncio.Future[None]) -> None:
+    """Wait until a copy has ended, however often this is cancelled meanwhile: until then its slot is in use."""
+    cancelled = False
+    while not copying.done():
+        try:
+            await asyncio.wait([copying])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    copying.result()
 
 
 @dataclass(slots=True)

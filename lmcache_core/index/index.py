@@ -158,6 +158,8 @@ class Index(Loading):
             places: Places to store in.
         """
         plan = StorePlan([], [], places)
+        if not keys:
+            return plan
         try:
             for group, space in enumerate(spaces):
                 geometry = space.known

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -341,3 +342,36 @@ def test_chunks_too_large_to_be_handled_are_refused_at_once() -> None:
 
 
 HUGE = {"page_layer_bytes": 1 << 40, "head_size": 1 << 32, "layers": (7,)}
+
+
+async def test_a_store_that_is_cancelled_twice_keeps_its_slot_until_its_copy_has_ended() -> None:
+    blocking = await asyncio.to_thread(open_cache)
+    cache = AsyncCache(blocking.client, blocking.namespace)
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(PageView):
+        def gather(self, group: int, first_page: int, pages: int, into: memoryview) -> None:
+            entered.set()
+            go_on.wait(20)
+            super().gather(group, first_page, pages, into)
+
+    prompt = cache.prompt(tokens("abcd"))
+    storing = asyncio.create_task(cache.store(prompt, Slow(4)))
+    await asyncio.to_thread(entered.wait, 20)
+    for _ in range(3):
+        storing.cancel()
+        await asyncio.sleep(0)
+    assert not storing.done()
+    assert cache.stats().slots == 1
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await storing
+    assert cache.stats().slots == 0
+    await cache.close()
+
+
+def test_a_prompt_without_a_whole_page_is_nothing_to_store() -> None:
+    for kinds in ("f", "fs", "fw", "s"):
+        with open_cache(kinds=kinds) as cache:
+            result = cache.store([1] * 3, PageView(0, len(kinds)))
+            assert (result.stored, result.present, result.dropped) == (0, 0, 0)
