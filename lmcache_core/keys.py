@@ -186,7 +186,11 @@ def _encode(value: Field) -> bytes:
 
 def _utf8(value: str | bytes) -> bytes:
     # A lone surrogate comes from an undecodable file name or argument. It is an odd name, and still a name of its own.
-    return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass")
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise LayoutError(f"a salt or adapter is text or bytes, not a {type(value).__name__}")
+    return bytes(value)
 
 
 def _chain(key: bytes, data: memoryview, page_bytes: int, extras: Mapping[int, bytes], first: int) -> list[bytes]:

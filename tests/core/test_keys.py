@@ -425,3 +425,9 @@ def test_hashing_is_as_fast_as_a_bare_loop_of_sha256(form: str) -> None:
         if ratio >= 0.9:
             return
     pytest.fail(f"{ratio:.2f} of the bare loop's speed from {form}")
+
+
+@pytest.mark.parametrize("salt", [5, -1, 10**13, 1.5, [1, 2], {"a": 1}])
+def test_a_salt_is_text_or_bytes(salt: object) -> None:
+    with pytest.raises(LayoutError, match="text or bytes"):
+        make_seed(salt=salt)  # type: ignore[arg-type]
