@@ -18,6 +18,9 @@ from lmcache_core.protocols import KVView
 
 T = TypeVar("T")
 
+MOST_ASKING = 10.0
+"""Seconds to wait at most for what tiers that cannot be listed hold; their own deadlines come first where they can be
+cancelled."""
 TRIES = 3
 """How often the boundary is looked for again when a part of a group could not be had."""
 
@@ -125,7 +128,8 @@ def retrieve(
         held = client.hold(model, keys, places)
         if held.asked is not None:
             client.release(held)
-            yield Wait(held.asked, _left(deadline))
+            left = _left(deadline)
+            yield Wait(held.asked, MOST_ASKING if left is None else min(left, MOST_ASKING))
             held = client.hold(model, keys, places)
         try:
             loaded, broken = yield from _load(client, model, held, view, first_page, deadline)

@@ -259,7 +259,8 @@ class TierRunner:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             raise BackendError(f"backend {self.config.backend} cancelled itself") from error
-        except Exception as error:  # a plugin may raise anything: that must cost no more than a failed operation
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            # A plugin may raise anything: that must cost no more than a failed operation, and end no event loop.
             raise BackendError(f"backend {self.config.backend} raised {type(error).__name__}: {error}") from error
 
     def _late_read(self, load: Load) -> None:
