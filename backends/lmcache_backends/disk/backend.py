@@ -126,7 +126,7 @@ class _Session:
         opening.add_done_callback(_seen)
         try:
             await asyncio.shield(opening)
-        except BaseException:
+        except BaseException:  # a cancelled opening too must let go of its locks
             if not self._give_up():
                 self._threads.post(self._end)
             raise

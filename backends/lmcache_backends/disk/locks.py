@@ -41,7 +41,7 @@ class FileLock:
         except BlockingIOError:
             os.close(fd)
             return None
-        except BaseException:
+        except BaseException:  # whatever it was, the descriptor must not stay open
             os.close(fd)
             raise
         return cls(fd)

@@ -28,7 +28,7 @@ def write_manifest(root: str, space: bytes, manifest: bytes) -> None:
             file.flush()
             os.fsync(fd)
         os.rename(temporary, path)
-    except BaseException:
+    except BaseException:  # whatever it was, half a file must not stay
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise

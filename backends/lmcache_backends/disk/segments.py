@@ -54,7 +54,7 @@ class Segment:
             self.size = os.fstat(self._buffered).st_size // UNIT * UNIT
             if mode != "never":
                 self._direct = _open_direct(path, mode)
-        except BaseException:
+        except BaseException:  # whatever it was, the descriptor must not stay open
             os.close(self._buffered)
             raise
         self.extents = ExtentAllocator(self.size, UNIT)
@@ -68,7 +68,7 @@ class Segment:
             if durable:
                 os.fsync(fd)
                 sync_directory(os.path.dirname(path))
-        except BaseException:
+        except BaseException:  # whatever it was, a segment nobody knows must not stay
             os.unlink(path)
             raise
         finally:

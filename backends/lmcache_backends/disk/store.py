@@ -58,7 +58,7 @@ class Store:
                     for shard, entries in volume.open():
                         self._learn(shard, entries)
                         self._compact(shard)
-        except BaseException:
+        except BaseException:  # whatever it was, the shards must not stay locked
             self.close()
             raise
         self._refreshed = time.monotonic()

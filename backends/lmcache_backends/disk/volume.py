@@ -228,7 +228,7 @@ class Volume:
         """Own the shard at `path` and its lock, unless its log is none that can be read."""
         try:
             readable = is_readable(path)
-        except BaseException:
+        except BaseException:  # whatever it was, the shard must not stay locked
             lock.release()
             raise
         if not readable:

@@ -273,7 +273,7 @@ def test_a_write_beside_one_that_could_not_be_made_durable_is_not_durable(
                 told.set()
                 raise OSError(5, "Input/output error")
             assert told.wait(30)
-            time.sleep(0.05)
+            time.sleep(0.05)  # so that the failure is noted first; the outcome must be right in either order
         sync(fd)
 
     with opened(tmp_path, fsync=True, segment=64 * KIB) as store, ThreadPoolExecutor(2) as threads:
