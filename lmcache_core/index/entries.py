@@ -164,13 +164,15 @@ class Space:
         if entry.parent:
             self._children.setdefault(entry.parent, set()).add(entry)
 
-    def orphan(self, entry: Entry) -> None:
-        """Undo `adopt`."""
+    def orphan(self, entry: Entry) -> bool:
+        """Undo `adopt`; returns whether there was anything to undo."""
         siblings = self._children.get(entry.parent)
-        if siblings is not None:
-            siblings.discard(entry)
-            if not siblings:
-                del self._children[entry.parent]
+        if siblings is None or entry not in siblings:
+            return False
+        siblings.discard(entry)
+        if not siblings:
+            del self._children[entry.parent]
+        return True
 
     def has_children(self, entry: Entry) -> bool:
         """Whether a chunk is known that needs this one."""

@@ -6,7 +6,7 @@ A policy only orders; the index decides whether a candidate may go. Nothing here
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -33,8 +33,12 @@ class Policy(Protocol):
         ...
 
     def candidates(self) -> Iterator[Entry]:
-        """Entries in the order in which they should go. The caller may discard each one that it is given, and stops
-        when it has enough. Ends after having offered every entry once."""
+        """Entries in the order in which they should go. The caller may discard each one that it is given, or others in
+        its place, and stops when it has enough. Ends after having offered every entry that is left once."""
+        ...
+
+    def put_back(self, entries: Sequence[Entry]) -> None:
+        """Entries that were offered and discarded, in that order, stay after all: they are the next to be offered."""
         ...
 
     def __len__(self) -> int: ...
@@ -65,9 +69,16 @@ class Lru:
         kept, size = 0, 1
         while batch := list(islice(self._order, kept, kept + size)):
             for entry in batch:
-                yield entry
+                if entry in self._order:  # it may have gone in the place of one before it
+                    yield entry
                 kept += entry in self._order
             size = min(2 * size, _BATCH)  # mostly the first may go
+
+    def put_back(self, entries: Sequence[Entry]) -> None:
+        """See `Policy`."""
+        for entry in reversed(entries):
+            self._order[entry] = None
+            self._order.move_to_end(entry, last=False)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -83,6 +94,8 @@ class S3Fifo:
 
     SMALL_SHARE = 0.1
     MOST_USES = 3
+    MOST_SPARED = 1024
+    """Entries that one search may give another round: it must end soon even if everything has been used."""
 
     def __init__(self) -> None:
         self._small: OrderedDict[Entry, int] = OrderedDict()
@@ -121,27 +134,40 @@ class S3Fifo:
 
     def candidates(self) -> Iterator[Entry]:
         """See `Policy`."""
-        offered: set[Entry] = set()
-        while len(offered) < len(self):
+        kept: set[Entry] = set()
+        spared = 0
+        while self._small or self._main:
             total = self._small_bytes + self._main_bytes
             from_small = self._small and (self._small_bytes > total * self.SMALL_SHARE or not self._main)
             queue = self._small if from_small else self._main
             entry = next(iter(queue))
-            if queue[entry] and entry not in offered:
+            if entry in kept:
+                yield from self._rest(kept)
+                return
+            if queue[entry] and spared < self.MOST_SPARED:
                 self._another_round(entry)
+                spared += 1
                 continue
-            if entry not in offered:
-                offered.add(entry)
-                yield entry
+            yield entry
             if entry in queue:  # it may not go now: let those behind it come up
                 queue.move_to_end(entry)
-                if all(other in offered for other in queue):
-                    yield from self._rest(offered)
-                    return
+                kept.add(entry)
 
-    def _rest(self, offered: set[Entry]) -> Iterator[Entry]:
+    def put_back(self, entries: Sequence[Entry]) -> None:
+        """See `Policy`."""
+        for entry in reversed(entries):
+            if self._ghosts.pop(entry.ident, 0) is None:
+                queue = self._small
+                self._small_bytes += entry.nbytes
+            else:
+                queue = self._main
+                self._main_bytes += entry.nbytes
+            queue[entry] = 0
+            queue.move_to_end(entry, last=False)
+
+    def _rest(self, kept: set[Entry]) -> Iterator[Entry]:
         for entry in [*self._small, *self._main]:
-            if entry not in offered:
+            if entry not in kept and (entry in self._small or entry in self._main):
                 yield entry
 
     def _another_round(self, entry: Entry) -> None:

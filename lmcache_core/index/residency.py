@@ -7,7 +7,8 @@ chunk needs it, and a candidate that others need is replaced by a leaf behind it
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 from lmcache_core.counts import Counts
 from lmcache_core.frame import FrameShape
@@ -20,6 +21,9 @@ from lmcache_core.protocols import ChunkKey, WriteResult
 
 MOST_SKIPPED = 256
 """Candidates that may be passed over in one search for room: a search must end soon even if everything is held."""
+
+MOST_SHED = 4096
+"""Chunks that leave a tier at once because its capacity has become smaller: the mutex is held meanwhile."""
 
 CPU = "cpu"
 """Label of the host pool."""
@@ -134,15 +138,13 @@ class Residency:
         elif not self._make_room(tier, tier.over(entry.nbytes), evict):
             refusal = Refusal.TIER_FULL
         if refusal is not None:
-            if evict:
-                self.out.append(Delete(tier.number, evict))
             self.counts.add("dropped_chunks", refusal.value)
             return refusal
         slot.acquire()
         entry.writing |= tier.bit
         tier.used += entry.nbytes
         tier.pending += entry.nbytes
-        write = Write(tier.number, entry, slot, evict, last_try, list(waiters))
+        write = Write(tier.number, entry, slot, evict, last_try, waiters=list(waiters))
         self.writes.setdefault(entry, []).append(write)
         self.out.append(write)
         return None
@@ -183,37 +185,65 @@ class Residency:
 
     def _once_more(self, tier: TierState, write: Write) -> bool:
         """A tier says that it is full although our account says otherwise (fragments, other owners): make twice the
-        room and try once more. The pool's slot is still held by the write that has just ended."""
+        room, or at least as much as the chunk takes, and try once more. The pool's slot is still held by the write that
+        has just ended."""
         entry = write.entry
         evict: list[ChunkKey] = []
-        if not write.last_try and entry.slot is write.slot and tier.up:
-            self._make_room(tier, 2 * entry.nbytes, evict)
-            if evict:
-                self.out.append(Delete(tier.number, evict))
-                return self.write(tier, entry, waiters=write.waiters, last_try=True) is None
+        again = not write.last_try and entry.slot is write.slot and tier.up
+        if again and any(self._make_room(tier, times * entry.nbytes, evict) for times in (2, 1)):
+            self.out.append(Delete(tier.number, evict))
+            return self.write(tier, entry, waiters=write.waiters, last_try=True) is None
         self.counts.add("dropped_chunks", Refusal.TIER_FULL.value)
         return False
 
     def _make_room(self, tier: TierState, needed: int, evicted: list[ChunkKey]) -> bool:
-        """Take chunks worth `needed` bytes off a tier's account; their keys are added to `evicted` for deletion."""
-        skipped = 0
+        """Take chunks worth `needed` bytes off a tier's account; their keys are added to `evicted` for deletion. If it
+        cannot be had, none goes."""
         if needed <= 0:
             return True
+        victims = self._choose(tier, needed)
+        for entry in victims:
+            self._take_off(tier, entry, evicted)
+        return bool(victims)
+
+    def _choose(self, tier: TierState, needed: int) -> list[Entry]:
+        """Chunks worth `needed` bytes that may go, none if there aren't enough. They have left the order of eviction,
+        and no chunk counts as needed by them, so that those in front of them can be chosen too."""
+        victims: list[Entry] = []
+        unlinked: list[Entry] = []
+        if needed <= tier.used:  # else the chunk that asks is larger than the tier
+            for entry in self._victims(tier):
+                victims.append(entry)
+                needed -= entry.nbytes
+                if needed <= 0:
+                    return victims
+                if entry.where == tier.bit and not entry.writing and entry.load is None and entry.space.orphan(entry):
+                    unlinked.append(entry)
+        for entry in reversed(unlinked):
+            entry.space.adopt(entry)
+        tier.policy.put_back(victims)
+        return []
+
+    def _victims(self, tier: TierState) -> Iterator[Entry]:
+        """Chunks that may leave a tier, in order. Each has left the order of eviction when it is given."""
+        skipped = 0
+        given: set[Entry] = set()
         for candidate in tier.candidates():
             entry = self._tier_victim(tier, candidate)
-            if entry is None:
-                skipped += 1
-                if skipped > MOST_SKIPPED:
-                    break
+            if entry is not None and entry not in given:
+                tier.policy.discard(entry)
+                given.add(entry)
+                yield entry
                 continue
-            evicted.append(entry.chunk_key)
-            needed -= entry.nbytes
-            tier.lost(entry)
-            self.counts.add("evicted_chunks", tier.rules.name)
-            self.forget_if_gone(entry)
-            if needed <= 0:
-                return True
-        return False
+            skipped += 1
+            if skipped > MOST_SKIPPED:
+                return
+
+    def _take_off(self, tier: TierState, entry: Entry, evicted: list[ChunkKey]) -> None:
+        evicted.append(entry.chunk_key)
+        tier.lost(entry)
+        self.counts.add("evicted_chunks", tier.rules.name)
+        self.forget_if_gone(entry)
 
     def _tier_victim(self, tier: TierState, candidate: Entry) -> Entry | None:
         if not self._tier_may_drop(tier, candidate):
@@ -230,9 +260,14 @@ class Residency:
         return not (read or entry.pins or (entry.leases and not entry.where & POOL))
 
     def shrink(self, tier: TierState) -> None:
-        """Delete what a tier holds above its capacity, which may have become smaller."""
+        """Delete what a tier holds above its capacity, which may have become smaller; the rest of much at the next
+        call."""
         evict: list[ChunkKey] = []
-        self._make_room(tier, tier.over(0), evict)
+        if tier.over(0) > 0:
+            for entry in islice(self._victims(tier), MOST_SHED):
+                self._take_off(tier, entry, evict)
+                if tier.over(0) <= 0:
+                    break
         if evict:
             self.out.append(Delete(tier.number, evict))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_core.index import POOL, TierRules, tier_bit
+from lmcache_core.index import POOL, Entry, TierRules, tier_bit
 from lmcache_core.index.decisions import Delete, Load, Read, Touch, Write
 from lmcache_core.index.policy import Lru, S3Fifo
 from lmcache_core.protocols import ChunkKey, ReadResult, Stored, WriteResult
@@ -383,6 +383,67 @@ def test_a_policy_offers_every_entry_once(policy: Lru | S3Fifo) -> None:
     assert len(offered) == len(entries)
     assert set(offered) == set(entries)
     assert len(policy) == len(entries)
+
+
+@pytest.mark.parametrize("policy", [Lru(), S3Fifo()])
+def test_a_policy_offers_every_entry_to_who_takes_them_all(policy: Lru | S3Fifo) -> None:
+    world = World(40)
+    world.store(prompt(*[str(page) for page in range(160)]))
+    entries = world.entries()
+    for entry in entries:
+        policy.add(entry)
+    for entry in entries[::3]:
+        policy.touch(entry)
+    taken = []
+    for entry in policy.candidates():
+        taken.append(entry)
+        policy.discard(entry)
+    assert (len(taken), set(taken), len(policy)) == (40, set(entries), 0)
+
+
+@pytest.mark.parametrize("policy", [Lru(), S3Fifo()])
+def test_a_policy_offers_nothing_that_went_in_the_place_of_another(policy: Lru | S3Fifo) -> None:
+    world = World(40)
+    world.store(prompt(*[str(page) for page in range(160)]))
+    entries = world.entries()
+    for entry in entries:
+        policy.add(entry)
+    offered = []
+    for entry in policy.candidates():
+        offered.append(entry)
+        for other in entries[-1:-4:-1]:
+            policy.discard(other)
+    assert (len(offered), set(offered)) == (37, set(entries[:-3]))
+
+
+def test_what_was_put_back_is_offered_first() -> None:
+    for policy in (Lru(), S3Fifo()):
+        world = World(8)
+        world.store(abc("aaaabbbbccccddddeeee"))
+        for entry in world.entries():
+            policy.add(entry)
+        before = []
+        for entry, _ in zip(policy.candidates(), range(3), strict=False):
+            before.append(entry)
+            policy.discard(entry)
+        policy.put_back(before)
+        assert len(policy) == 5
+        assert list(policy.candidates())[:3] == before
+
+
+def test_s3fifo_ends_a_search_soon_if_everything_has_been_used() -> None:
+    """The steps of one search are bounded: the mutex is held meanwhile."""
+    policy = S3Fifo()
+    world = World(1)
+    count = 3 * S3Fifo.MOST_SPARED
+    for number in range(count):
+        entry = Entry(world.spaces[0], tuple(prompt(str(number))), b"", 1)
+        policy.add(entry)
+        policy.touch(entry)
+    rounds: list[Entry] = []
+    policy._another_round = rounds.append  # type: ignore[method-assign, assignment]
+    next(policy.candidates())
+    assert len(rounds) == S3Fifo.MOST_SPARED
 
 
 def test_a_chunk_that_is_cleared_while_it_is_read_does_not_come_back() -> None:
