@@ -1,7 +1,8 @@
 """Segments: files of fixed size in which values lie, and moving bytes between them and memory.
 
-Bytes go with `O_DIRECT` in one call per value where the file system and the buffer allow it. What the kernel refuses
-(EINVAL: tmpfs of old kernels, some FUSE, a buffer that is not aligned) goes through the page cache and is counted.
+Bytes go with `O_DIRECT` in a few large calls per value where the file system and the buffer allow it. What the kernel
+refuses (EINVAL: tmpfs of old kernels, some FUSE, a buffer that is not aligned) goes through the page cache and is
+counted.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ __all__ = ["Segment"]
 Direct = Literal["auto", "always", "never"]
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 """What `O_DIRECT` is answered with where it is not possible."""
+_LARGEST_CALL = 8 << 20
+"""ext4 lets nobody else write to a file during a write that crosses from one of its extents to the next, so the shorter
+of two calls holds the others up for less; much shorter ones cost more than that."""
 
 
 class Segment:
@@ -146,7 +150,7 @@ def _moved(call: Callable[[int, memoryview, int], int], fd: int, offset: int, vi
     done = 0
     while done < view.nbytes:
         try:
-            moved = call(fd, view[done:], offset + done)
+            moved = call(fd, view[done : done + _LARGEST_CALL], offset + done)
         except OSError as error:
             if error.errno in _REFUSED:
                 break

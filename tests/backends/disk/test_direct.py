@@ -12,7 +12,7 @@ from lmcache_backends.disk import DiskBackend
 from lmcache_core.errors import BackendError
 from lmcache_core.protocols import ReadResult, WriteResult
 from lmcache_core.testing import aligned_buffer
-from tests.backends.disk.kit import SIZE, assert_holds, chunk, fill, get, opened, options, put
+from tests.backends.disk.kit import MIB, SIZE, assert_holds, chunk, fill, get, opened, options, put
 
 AT_ALL = "os.open"
 EACH = "os.pwritev"
@@ -84,6 +84,29 @@ def test_never_means_never_and_is_no_fallback(tmp_path: Path, monkeypatch: pytes
         assert store.count("buffered_fallback") == 0
     assert flags
     assert not any(how & os.O_DIRECT for how in flags)
+
+
+def test_a_large_value_goes_in_calls_that_hold_up_no_other_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: dict[str, list[int]] = {"pwritev": [], "preadv": []}
+
+    def moving(name: str) -> Any:
+        call = getattr(os, name)
+
+        def moved(fd: int, views: list[memoryview], at: int) -> int:
+            done = int(call(fd, views, at))
+            sizes[name].append(done)
+            return done
+
+        return moved
+
+    for name in sizes:
+        monkeypatch.setattr(os, name, moving(name))
+    with opened(tmp_path, capacity=64 * MIB) as store:
+        fill(store, chunk(0, 17 * MIB))
+        assert_holds(store, chunk(0, 17 * MIB))
+    assert sizes == dict.fromkeys(("pwritev", "preadv"), [8 * MIB, 8 * MIB, MIB])
 
 
 async def test_a_buffer_that_is_not_aligned_works(tmp_path: Path) -> None:
