@@ -7,13 +7,13 @@ takes what the cache lacks of a prompt, and a retrieve gives the longest prefix 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core import operations
+from lmcache_core.arguments import kind, seconds, tier_name, tier_names, token_count, token_counts, view_that
 from lmcache_core.client import Client, Stats
 from lmcache_core.errors import ClosedError, LayoutError, UsageError
 from lmcache_core.index.boundary import stops
@@ -23,10 +23,6 @@ from lmcache_core.protocols import KVView
 
 if TYPE_CHECKING:
     from lmcache_core.config import LoadedConfig
-
-
-LONGEST_WAIT = 1e8
-"""Seconds, some three years."""
 
 
 class Prompt:
@@ -100,9 +96,13 @@ class StoreResult:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the writes of these chunks to tiers have ended. Returns whether every chunk of the prompt is on
-        every tier that is written through; then it survives a crash of this process where the tier is persistent."""
+        every tier that is written through; then it survives a crash of this process where the tier is persistent.
+
+        Raises:
+            UsageError: `timeout` is no number.
+        """
         try:
-            return self._written.result(_bounded(timeout))
+            return self._written.result(seconds(timeout))
         except TimeoutError:
             return False
 
@@ -118,8 +118,13 @@ class _Base:
         """Use a node through `client` for KV of `namespace`. `salt` sets a tenant apart.
 
         Raises:
-            LayoutError: The namespace doesn't fit the node's chunks.
+            LayoutError: The namespace doesn't fit the node's chunks, or is none; the salt is no text.
+            UsageError: The client is none.
         """
+        if not callable(getattr(client, "register", None)) or isinstance(client, type):
+            raise UsageError(f"a client is what `Cache.open(...).client` is, or a DirectClient; not {kind(client)}")
+        if not isinstance(salt, str):
+            raise LayoutError(f"a salt is text, not {kind(salt)}")
         self._model = client.register(namespace)
         self.client = client
         self.namespace = namespace
@@ -143,7 +148,7 @@ class _Base:
             extras: Content hashes of images or audio by page, made by `lmcache_core.page_extras`.
 
         Raises:
-            LayoutError: They are not token ids.
+            LayoutError: They are not token ids, or the rest is not what it must be.
         """
         settings = {} if self._salt is None else {"node salt": self._salt}
         hasher = PageHasher(self.page_tokens, make_seed(salt=salt, adapter=adapter, extra=settings))
@@ -157,8 +162,8 @@ class _Base:
             raise LayoutError(f"the prompt has pages of {prompt.page_tokens} tokens, this cache of {self.page_tokens}")
         return prompt.keys
 
-    def _lookup(self, prompt: Prompt | Tokens, places: Sequence[str] | None) -> Lookup:
-        found = self.client.lookup(self._model, self._keys(prompt), places)
+    def _lookup(self, prompt: Prompt | Tokens, places: str | Sequence[str] | None) -> Lookup:
+        found = self.client.lookup(self._model, self._keys(prompt), tier_names("source", places))
         return Lookup(found.pages * self.page_tokens, self._tokens(found.tiers), found.pending)
 
     def _tokens(self, pages: Mapping[str, int]) -> dict[str, int]:
@@ -170,15 +175,21 @@ class _Base:
         view: KVView,
         first_token: int,
         max_tokens: int | None,
-        source: Sequence[str] | None,
-        seconds: float | None,
+        source: str | Sequence[str] | None,
+        timeout: float | None,
     ) -> operations.Operation[operations.Loaded]:
+        view_that(view, "scatter", "group, first_page, pages, source")
         keys = self._keys(prompt)
         if max_tokens is not None:
-            keys = keys[: max(0, max_tokens) // self.page_tokens]
-        first = first_token // self.page_tokens
+            keys = keys[: token_count("max_tokens", max_tokens, "; write None for no limit") // self.page_tokens]
         return operations.retrieve(
-            self.client, self._model, keys, view, first_page=first, places=source, seconds=_bounded(seconds)
+            self.client,
+            self._model,
+            keys,
+            view,
+            first_page=token_count("first_token", first_token) // self.page_tokens,
+            places=tier_names("source", source),
+            seconds=seconds(timeout),
         )
 
     def _retrieved(self, loaded: operations.Loaded) -> Retrieved:
@@ -188,15 +199,23 @@ class _Base:
         self,
         prompt: Prompt | Tokens,
         view: KVView,
-        placement: Sequence[str] | None,
+        placement: str | Sequence[str] | None,
         first_token: int,
         turns: Sequence[int],
     ) -> operations.Operation[operations.Stored]:
+        view_that(view, "gather", "group, first_page, pages, into")
         keys = self._keys(prompt)
         size = self.page_tokens
-        at = stops(len(keys), size, self.client.retention_tokens, [turn // size for turn in turns])
-        first = -(-first_token // size)
-        return operations.store(self.client, self._model, keys, view, at=at, first_page=first, places=placement)
+        ends = [end // size for end in token_counts("turns", turns)]
+        at = stops(len(keys), size, self.client.retention_tokens, ends)
+        first = -(-token_count("first_token", first_token) // size)
+        places = tier_names("placement", placement)
+        return operations.store(self.client, self._model, keys, view, at=at, first_page=first, places=places)
+
+    def _prefetch(self, prompt: Prompt | Tokens, source: str | Sequence[str] | None, destination: str) -> Future[int]:
+        return self.client.prefetch(
+            self._model, self._keys(prompt), tier_names("source", source), tier_name("destination", destination)
+        )
 
     def _stored(self, outcome: operations.Stored) -> StoreResult:
         size = self.page_tokens
@@ -220,13 +239,13 @@ class _Base:
         """Undo one `pin`. Returns the tokens that are pinned no longer."""
         return self.client.unpin(self._model, self._keys(prompt)) * self.page_tokens
 
-    def evict(self, prompt: Prompt | Tokens, tiers: Sequence[str] | None = None) -> int:
+    def evict(self, prompt: Prompt | Tokens, tiers: str | Sequence[str] | None = None) -> int:
         """Take the chunks of a prompt out of `tiers` (all by default), unless pinned or leased. Returns how many."""
-        return self.client.evict(self._model, self._keys(prompt), tiers)
+        return self.client.evict(self._model, self._keys(prompt), tier_names("tiers", tiers))
 
-    def clear(self, tiers: Sequence[str] | None = None) -> int:
+    def clear(self, tiers: str | Sequence[str] | None = None) -> int:
         """Take all chunks of this namespace out of `tiers` (all by default), pinned ones too. Returns how many."""
-        return self.client.clear(self._model, tiers)
+        return self.client.clear(self._model, tier_names("tiers", tiers))
 
     def stats(self) -> Stats:
         """State and counters of the node."""
@@ -258,8 +277,15 @@ class Cache(_Base):
             client.close()
             raise
 
-    def lookup(self, prompt: Prompt | Tokens, *, source: Sequence[str] | None = None) -> Lookup:
-        """How much of a prompt can be restored, from the tiers in `source` (all by default). Waits for no I/O."""
+    def lookup(self, prompt: Prompt | Tokens, *, source: str | Sequence[str] | None = None) -> Lookup:
+        """How much of a prompt can be restored, from the tiers in `source` (all by default). Waits for no I/O.
+
+        Raises:
+            LayoutError: These aren't token ids.
+            ConfigError: There is no such tier.
+            UsageError: An argument isn't what it must be.
+            ClosedError: The node has been closed.
+        """
         return self._lookup(prompt, source)
 
     def retrieve(
@@ -269,7 +295,7 @@ class Cache(_Base):
         *,
         first_token: int = 0,
         max_tokens: int | None = None,
-        source: Sequence[str] | None = None,
+        source: str | Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> Retrieved:
         """Restore the longest prefix that can be into `view`.
@@ -282,11 +308,13 @@ class Cache(_Base):
             view: Where the KV goes; pages count from the prompt's start.
             first_token: Whole pages in front of it are in the view already and are left as they are.
             max_tokens: Restore no more than these.
-            source: Tiers to restore from; all by default.
+            source: Tiers to restore from, one name or several; all by default.
             timeout: Seconds after which what has not arrived is left out. Each tier's `read_timeout` holds besides.
 
         Raises:
-            LayoutError: The view is too small for the prompt, or these aren't token ids.
+            LayoutError: The view is too small for the prompt or no view, or these aren't token ids.
+            ConfigError: There is no such tier.
+            UsageError: An argument isn't what it must be, such as a negative number.
             ClosedError: The node has been closed.
         """
         return self._retrieved(operations.run(self._retrieve(prompt, view, first_token, max_tokens, source, timeout)))
@@ -296,7 +324,7 @@ class Cache(_Base):
         prompt: Prompt | Tokens,
         view: KVView,
         *,
-        placement: Sequence[str] | None = None,
+        placement: str | Sequence[str] | None = None,
         first_token: int = 0,
         turns: Sequence[int] = (),
     ) -> StoreResult:
@@ -305,13 +333,16 @@ class Cache(_Base):
         Args:
             prompt: Tokens, or what `prompt` made of them.
             view: Where the KV is; pages count from the prompt's start.
-            placement: Tiers to write it to besides the host pool; all that are written through by default.
+            placement: Tiers to write it to besides the host pool, one name or several; all that are written through by
+                default.
             first_token: Pages that begin in front of it are not in the view. A chunk that begins there is not stored,
                 and so neither are those behind it, unless the cache has it: pass a multiple of `chunk_tokens`.
             turns: Ends of turns in tokens: where sliding-window and recurrent state is kept besides.
 
         Raises:
-            LayoutError: The view is too small for the prompt, or these aren't token ids.
+            LayoutError: The view is too small for the prompt or no view, or these aren't token ids.
+            ConfigError: There is no such tier.
+            UsageError: An argument isn't what it must be, such as a negative number.
             ClosedError: The node has been closed.
         """
         return self._stored(operations.run(self._store(prompt, view, placement, first_token, turns)))
@@ -320,15 +351,16 @@ class Cache(_Base):
         self,
         prompt: Prompt | Tokens,
         *,
-        source: Sequence[str] | None = None,
+        source: str | Sequence[str] | None = None,
         destination: str = "cpu",
         timeout: float | None = None,
     ) -> int:
         """Bring what can be restored of a prompt to the tier `destination`. Returns the tokens that are there; with
         `timeout` (seconds) 0 if that takes longer, and it goes on."""
-        pages = self.client.prefetch(self._model, self._keys(prompt), source, destination)
+        limit = seconds(timeout)
+        pages = self._prefetch(prompt, source, destination)
         try:
-            return pages.result(_bounded(timeout)) * self.page_tokens
+            return pages.result(limit) * self.page_tokens
         except TimeoutError:
             return 0
         except CancelledError as error:
@@ -336,7 +368,7 @@ class Cache(_Base):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all writes have ended. Returns whether that came within `timeout` seconds."""
-        return self.client.flush(_bounded(timeout))
+        return self.client.flush(seconds(timeout))
 
     def close(self) -> None:
         """Close the node, if this cache opened it. What is queued is written first. Idempotent."""
@@ -363,10 +395,10 @@ class AsyncCache(_Base):
             raise
 
     async def lookup(
-        self, prompt: Prompt | Tokens, *, source: Sequence[str] | None = None, wait: float = 0.0
+        self, prompt: Prompt | Tokens, *, source: str | Sequence[str] | None = None, wait: float = 0.0
     ) -> Lookup:
         """See `Cache.lookup`; waits up to `wait` seconds for tiers that cannot tell at once."""
-        deadline = asyncio.get_running_loop().time() + wait
+        deadline = asyncio.get_running_loop().time() + (seconds(wait, "wait") or 0.0)
         while True:
             found = self._lookup(prompt, source)
             left = deadline - asyncio.get_running_loop().time()
@@ -381,7 +413,7 @@ class AsyncCache(_Base):
         *,
         first_token: int = 0,
         max_tokens: int | None = None,
-        source: Sequence[str] | None = None,
+        source: str | Sequence[str] | None = None,
         wait: float | None = None,
     ) -> Retrieved:
         """See `Cache.retrieve`; `wait` is its `timeout`."""
@@ -394,7 +426,7 @@ class AsyncCache(_Base):
         prompt: Prompt | Tokens,
         view: KVView,
         *,
-        placement: Sequence[str] | None = None,
+        placement: str | Sequence[str] | None = None,
         first_token: int = 0,
         turns: Sequence[int] = (),
     ) -> StoreResult:
@@ -402,10 +434,10 @@ class AsyncCache(_Base):
         return self._stored(await operations.arun(self._store(prompt, view, placement, first_token, turns)))
 
     async def prefetch(
-        self, prompt: Prompt | Tokens, *, source: Sequence[str] | None = None, destination: str = "cpu"
+        self, prompt: Prompt | Tokens, *, source: str | Sequence[str] | None = None, destination: str = "cpu"
     ) -> int:
         """See `Cache.prefetch`."""
-        pages = self.client.prefetch(self._model, self._keys(prompt), source, destination)
+        pages = self._prefetch(prompt, source, destination)
         return await asyncio.wrap_future(pages) * self.page_tokens
 
     async def flush(self) -> bool:
@@ -421,19 +453,6 @@ class AsyncCache(_Base):
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
-
-
-def _bounded(timeout: float | None) -> float | None:
-    """A timeout that every wait accepts: seconds, not below 0, and no longer than some years.
-
-    Raises:
-        UsageError: It is no number.
-    """
-    if timeout is None:
-        return None
-    if not isinstance(timeout, int | float) or math.isnan(timeout):
-        raise UsageError(f"a timeout is a number of seconds, or None to wait for as long as it takes; not {timeout!r}")
-    return min(max(0.0, timeout), LONGEST_WAIT)
 
 
 def open_node(config: Any) -> tuple[Client, str]:

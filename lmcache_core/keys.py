@@ -15,19 +15,23 @@ length, which no page's is.
 from __future__ import annotations
 
 import hashlib
+import operator
 import struct
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
+from lmcache_core.arguments import kind, shown
 from lmcache_core.errors import LayoutError
 
 __all__ = ["Field", "PageHasher", "SupportsArray", "Tokens", "digest_fields", "make_seed", "page_extras", "page_keys"]
 
 _TOKEN_BYTES = 4
 _EXTRA_BYTES = 64
+_LONGEST_ITEM = 2**24
 # Copying an empty state is a fifth faster than `hashlib.sha256()`, which looks its algorithm up in OpenSSL every time.
 _new_state = hashlib.sha256().copy
 
@@ -59,8 +63,11 @@ class PageHasher:
     """Keys of the whole pages so far, 32 bytes each. The hasher's own list: read it, don't change it."""
 
     def __init__(self, page_tokens: int, seed: bytes = b"") -> None:
-        if page_tokens < 1 or len(seed) not in (0, 32):
-            raise LayoutError(f"a page has 1 token or more, a seed 0 or 32 bytes; not {page_tokens} and {len(seed)}")
+        _check_page(page_tokens)
+        if not isinstance(seed, bytes) or len(seed) not in (0, 32):
+            raise LayoutError(
+                f"a page has 1 token or more, a seed 0 or 32 bytes, as make_seed gives it; not {shown(seed)}"
+            )
         self.page_tokens = page_tokens
         self.seed = seed
         self.keys = []
@@ -83,10 +90,12 @@ class PageHasher:
         """
         new = _token_bytes(tokens)
         known = self._extras
+        if extras is not None and not isinstance(extras, Mapping):
+            raise LayoutError(f"extras are what page_extras makes, bytes by page, not {kind(extras)}")
         if extras:
             for page, extra in extras.items():
-                if page < 0 or len(extra) % _EXTRA_BYTES:
-                    raise LayoutError(f"extras of page {page}, {len(extra)} bytes, are not what page_extras makes")
+                if type(page) is not int or page < 0 or not isinstance(extra, bytes) or len(extra) % _EXTRA_BYTES:
+                    raise LayoutError(f"extras of page {shown(page)}, {shown(extra)}, are not what page_extras makes")
                 if page < len(self.keys) and extra != known.get(page, b""):
                     raise LayoutError(f"page {page} is hashed already, with other extras: give them before its tokens")
             known = {**known, **extras}
@@ -108,7 +117,7 @@ def page_keys(
 
     Raises:
         LayoutError: Tokens are not 1-D integers in [0, 2**32), or bytes that are no multiple of 4; `page_tokens` is
-            below 1; the seed is not of 0 or 32 bytes; extras don't come from `page_extras`.
+            below 1 or no int; the seed is not of 0 or 32 bytes; extras don't come from `page_extras`.
     """
     return PageHasher(page_tokens, seed).extend(tokens, extras)
 
@@ -123,7 +132,12 @@ def make_seed(
 
     Empty when nothing is set, else 32 bytes. An empty salt, adapter or value is a setting too, and differs from None.
     Text stands for its UTF-8 bytes: a salt `"a"` and a salt `b"a"` are one salt.
+
+    Raises:
+        LayoutError: A value is neither text nor bytes.
     """
+    if not isinstance(extra, Mapping):
+        raise LayoutError(f"extra settings of a seed are text or bytes by name, not {kind(extra)}")
     fields: dict[str, Field] = {f"extra {name}": _utf8(value) for name, value in extra.items()}
     if salt is not None:
         fields["salt"] = _utf8(salt)
@@ -140,14 +154,12 @@ def page_extras(spans: Iterable[tuple[int, int, str | bytes]], page_tokens: int)
     same image at another place, or two images that changed places, make another key.
 
     Raises:
-        LayoutError: A span is empty, starts below 0 or has no content hash; `page_tokens` is below 1.
+        LayoutError: A span is empty, starts below 0, is longer than any prompt or has no content hash; `page_tokens` is
+            below 1 or no int.
     """
-    if page_tokens < 1:
-        raise LayoutError(f"a page has 1 token or more, not {page_tokens}")
+    _check_page(page_tokens)
     items: dict[int, list[tuple[int, int, bytes]]] = {}
-    for start, length, content in spans:
-        if start < 0 or length < 1 or not content:
-            raise LayoutError(f"an item needs a start >= 0, a length >= 1 and a content hash, not {(start, length)}")
+    for start, length, content in _spans(spans):
         for page in range(start // page_tokens, (start + length - 1) // page_tokens + 1):
             items.setdefault(page, []).append((start - page * page_tokens, length, _utf8(content)))
     extras = {}
@@ -157,6 +169,29 @@ def page_extras(spans: Iterable[tuple[int, int, str | bytes]], page_tokens: int)
             extra += struct.pack("<qQQ", offset, length, len(content)) + content
         extras[page] = extra + bytes(-len(extra) % _EXTRA_BYTES)
     return extras
+
+
+def _spans(spans: Iterable[Any]) -> list[tuple[int, int, str | bytes]]:
+    try:
+        given = [(operator.index(start), operator.index(length), content) for start, length, content in spans]
+    except Exception as error:  # whatever keeps an object of the caller's from being read
+        raise LayoutError(
+            f"spans are a list of (first token, number of tokens, content hash), not {shown(spans)}: {error}"
+        ) from error
+    for start, length, content in given:
+        if not 0 <= start < 1 << 62 or not 1 <= length <= _LONGEST_ITEM or not _utf8(content, "a content hash"):
+            raise LayoutError(
+                f"an item needs a start >= 0, a length from 1 to {_LONGEST_ITEM} and a content hash, not "
+                f"{shown((start, length))}"
+            )
+    return given
+
+
+def _check_page(page_tokens: object) -> None:
+    if type(page_tokens) is not int or not 1 <= page_tokens < 1 << 32:
+        raise LayoutError(
+            f"a page has 1 token or more, a seed 0 or 32 bytes; page_tokens is an int, not {shown(page_tokens)}"
+        )
 
 
 def digest_fields(domain: str, fields: Mapping[str, Field]) -> bytes:
@@ -184,13 +219,16 @@ def _encode(value: Field) -> bytes:
     return tag + struct.pack("<Q", len(body)) + body
 
 
-def _utf8(value: str | bytes) -> bytes:
+def _utf8(value: str | bytes, what: str = "a salt or adapter") -> bytes:
     # A lone surrogate comes from an undecodable file name or argument. It is an odd name, and still a name of its own.
     if isinstance(value, str):
         return value.encode("utf-8", "surrogatepass")
     if not isinstance(value, bytes | bytearray | memoryview):
-        raise LayoutError(f"a salt or adapter is text or bytes, not a {type(value).__name__}")
-    return bytes(value)
+        raise LayoutError(f"{what} is text or bytes, not {kind(value)}")
+    try:
+        return bytes(value)
+    except ValueError as error:  # a memoryview that has been released
+        raise LayoutError(f"{what} cannot be read: {error}") from error
 
 
 def _chain(key: bytes, data: memoryview, page_bytes: int, extras: Mapping[int, bytes], first: int) -> list[bytes]:
@@ -217,21 +255,33 @@ def _token_bytes(tokens: Tokens) -> memoryview:
     """`tokens` as uint32 little-endian bytes, without a copy where they are that already."""
     if isinstance(tokens, (bytes, bytearray)):
         tokens = memoryview(tokens)
-    if isinstance(tokens, memoryview) and tokens.ndim == 1 and tokens.format in ("B", "b", "c"):
-        if len(tokens) % _TOKEN_BYTES:
-            raise LayoutError(f"bytes of uint32 tokens must be a multiple of {_TOKEN_BYTES}, not {len(tokens)}")
-        return tokens if tokens.c_contiguous else memoryview(tokens.tobytes())
-    if isinstance(tokens, (array, memoryview)) or hasattr(tokens, "__array__"):
+    if isinstance(tokens, memoryview):
+        return _memory_bytes(tokens)
+    if isinstance(tokens, array) or hasattr(tokens, "__array__"):
         return _array_bytes(tokens)
+    if not isinstance(tokens, (list, tuple)) and isinstance(tokens, (AbstractSet, Mapping)):
+        raise LayoutError(f"tokens must be a sequence, which has an order, not {kind(tokens)}; write list(...)")
     try:
         packed = array("I", tokens)
     except OverflowError:
         raise _bad_token(tokens) from None
-    except TypeError as error:
-        raise LayoutError(f"tokens must be a flat sequence of integers: {error}") from None
+    except Exception as error:  # noqa: BLE001  TypeError, or whatever keeps an object of the caller's from being read
+        raise LayoutError(f"tokens must be a flat sequence of integers, not {kind(tokens)}: {error}") from None
     if sys.byteorder == "big":
         packed.byteswap()
     return memoryview(packed).cast("B")
+
+
+def _memory_bytes(tokens: memoryview) -> memoryview:
+    try:
+        flat = tokens.ndim == 1 and tokens.format in ("B", "b", "c")
+    except ValueError as error:  # it has been released
+        raise LayoutError(f"tokens cannot be read: {error}") from error
+    if not flat:
+        return _array_bytes(tokens)
+    if len(tokens) % _TOKEN_BYTES:
+        raise LayoutError(f"bytes of uint32 tokens must be a multiple of {_TOKEN_BYTES}, not {len(tokens)}")
+    return tokens if tokens.c_contiguous else memoryview(tokens.tobytes())
 
 
 def _array_bytes(tokens: array[int] | memoryview | SupportsArray) -> memoryview:

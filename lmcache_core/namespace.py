@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from lmcache_core.arguments import kind, shown
 from lmcache_core.errors import LayoutError
 from lmcache_core.keys import digest_fields
 
@@ -72,17 +73,17 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, GroupKind):
-            raise LayoutError(f"kind must be a GroupKind, not {self.kind!r}")
+            raise LayoutError(f"kind must be a GroupKind, not {shown(self.kind)}")
         _check_ints(self, "page_layer_bytes", "planes")
         _check_ints(self, "kv_heads", "head_size", least=0 if self.kind is GroupKind.STATE else 1)
         _check_texts(self, "dtype")
         _check_texts(self, "name", empty=True)
         if not _is_ints(self.layers) or not self.layers or len(set(self.layers)) < len(self.layers):
-            raise LayoutError(f"layers must be a tuple of one or more different indices, not {self.layers!r}")
+            raise LayoutError(f"layers must be a tuple of one or more different indices, not {shown(self.layers)}")
         if self.kind is GroupKind.WINDOW:
             _check_ints(self, "window_tokens")
         elif self.window_tokens is not None:
-            raise LayoutError(f"a {self.kind.value} group has no window_tokens, not {self.window_tokens!r}")
+            raise LayoutError(f"a {self.kind.value} group has no window_tokens, not {shown(self.window_tokens)}")
         if self.planes > 2:
             raise LayoutError(f"planes must be 1 (a latent, a state) or 2 (K and V), not {self.planes}")
 
@@ -132,7 +133,10 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _check_ints(self, "version")
         _check_texts(self, "engine", "backend", "isa", empty=True)
         if not _is_ints(self.strides, negative=True):
-            raise LayoutError(f"strides must be a tuple of ints, not {self.strides!r}")
+            raise LayoutError(f"strides must be a tuple of ints, not {shown(self.strides)}")
+        _check_ints(self, "block_tokens", least=0)
+        if not isinstance(self.layout, str):
+            raise LayoutError(f"layout must be native or canonical, not {shown(self.layout)}")
         if self.layout == "native":
             _check_texts(self, "engine")
             _check_ints(self, "block_tokens")
@@ -142,7 +146,7 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     "in bytes, one for each axis; opaque blocks have one axis, (itemsize,)"
                 )
         elif self.layout != "canonical":
-            raise LayoutError(f"layout must be native or canonical, not {self.layout!r}")
+            raise LayoutError(f"layout must be native or canonical, not {shown(self.layout)}")
         elif (self.engine, self.backend, self.block_tokens, self.strides, self.isa) != ("", "", 0, (), ""):
             raise LayoutError(f"the canonical encoding has a version and no traits of an engine, not {self!r}")
 
@@ -177,11 +181,13 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_unk
         _check_ints(self, "weights_epoch", least=0)
         _check_texts(self, "weights")
         _check_texts(self, "config", "model_name", empty=True)
-        if not isinstance(self.groups, tuple) or not self.groups:
-            raise LayoutError("a namespace needs a tuple of one or more groups")
+        if not isinstance(self.groups, tuple) or not self.groups or not all(isinstance(g, Group) for g in self.groups):
+            raise LayoutError(f"groups must be a tuple of one or more groups, not {shown(self.groups)}")
+        if not isinstance(self.encoding, Encoding):
+            raise LayoutError(f"encoding must be an Encoding, not {shown(self.encoding)}")
         heads = (0, 1) if self.heads is None else self.heads
         if not _is_ints(heads) or len(heads) != 2 or heads[0] >= heads[1]:
-            raise LayoutError(f"heads must be (first, one past the last) or None, not {self.heads!r}")
+            raise LayoutError(f"heads must be (first, one past the last) or None, not {shown(self.heads)}")
         if self.weights_epoch >= 1 << 63:
             raise LayoutError(f"weights_epoch must be below 2**63, not {self.weights_epoch}")
         if len({group.digest() for group in self.groups}) < len(self.groups):
@@ -253,11 +259,13 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_unk
         Raises:
             LayoutError: It is no manifest, one of another version, or its digests are not those of its content.
         """
+        if not isinstance(manifest, bytes | bytearray | str):
+            raise LayoutError(f"a manifest is UTF-8 JSON, not {kind(manifest)}")
         if len(manifest) > _MAX_MANIFEST:
             raise LayoutError(f"a manifest has at most {_MAX_MANIFEST} bytes, not {len(manifest)}")
         try:
             read = msgspec.json.decode(manifest, type=_Manifest)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
             raise LayoutError(f"not a manifest of a namespace: {error}") from error
         if read != _Manifest.of(read.namespace):
             raise LayoutError("the digests of this manifest are not those of the namespace it describes")
@@ -314,14 +322,14 @@ def _check_ints(owner: msgspec.Struct, *names: str, least: int = 1) -> None:
     for name in names:
         value = getattr(owner, name)
         if type(value) is not int or value < least:
-            raise LayoutError(f"{name} must be an int of at least {least}, not {value!r}")
+            raise LayoutError(f"{name} must be an int of at least {least}, not {shown(value)}")
 
 
 def _check_texts(owner: msgspec.Struct, *names: str, empty: bool = False) -> None:
     for name in names:
         value = getattr(owner, name)
         if not isinstance(value, str) or not (value or empty) or _SURROGATE.search(value):
-            raise LayoutError(f"{name} must be UTF-8 text, not {value!r}; bytes of a digest go in as .hex()")
+            raise LayoutError(f"{name} must be UTF-8 text, not {shown(value)}; bytes of a digest go in as .hex()")
 
 
 def _is_ints(values: object, negative: bool = False) -> bool:

@@ -58,7 +58,10 @@ def dotted(key: Key) -> str:
 
 def shown(value: object) -> str:
     """A value in an error: short, and without secrets."""
-    text = str(value).lower() if isinstance(value, bool) else mask_url(repr(value))
+    try:
+        text = str(value).lower() if isinstance(value, bool) else mask_url(repr(value))
+    except Exception:  # noqa: BLE001  a value from code may be anything
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -18,7 +18,7 @@ from lmcache_core.config.conversion import (
     mapping_at,
     unknown_key,
 )
-from lmcache_core.config.document import MAX_BYTES, Document, read_document
+from lmcache_core.config.document import MAX_BYTES, MAX_DEPTH, MAX_NODES, Document, read_document
 from lmcache_core.config.environment import FILE_VARIABLE, apply_overrides
 from lmcache_core.config.fields import fields_of
 from lmcache_core.config.foreign import is_foreign
@@ -108,8 +108,17 @@ def _read_file(path: Path, prefix: str) -> Document:
 
 
 def _number(value: object, key: Key, lines: dict[Key, int]) -> None:
-    """Give every place of a mapping from code a line, so that it counts as set; the number says nothing."""
+    """Give every place of a mapping from code a line, so that it counts as set; the number says nothing. One that
+    holds itself goes on for ever, so there is an end to both depth and number.
+
+    Raises:
+        InvalidSetting: It is larger or deeper than a configuration can be.
+    """
     lines[key] = 0
+    if len(key) > MAX_DEPTH:
+        raise InvalidSetting(key[:2], f"{dotted(key[:2])}: nested deeper than {MAX_DEPTH} levels, or holds itself")
+    if len(lines) > MAX_NODES:
+        raise InvalidSetting((), f"more than {MAX_NODES} values; this is not a configuration")
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
     for name, item in items:
         _number(item, (*key, name), lines)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from lmcache_core.config.conversion import InvalidSetting, Key, dotted
+import msgspec
+
+from lmcache_core.config.conversion import InvalidSetting, Key, convert_at, dotted, shown
+from lmcache_core.config.fields import fields_of, is_struct, unwrap
 from lmcache_core.config.structs import Config, TierConfig
 from lmcache_core.units import format_duration, format_size
 
@@ -19,8 +22,32 @@ def check(config: Config) -> None:
     Raises:
         InvalidSetting: It contradicts itself; the message says what to write instead.
     """
+    _check_types((), config, Config)
     for key, problem in _problems(config):
         raise InvalidSetting(key, f"{dotted(key)}: {problem}")
+
+
+def _check_types(key: Key, struct: object, wanted: type[msgspec.Struct]) -> None:
+    """Code can give a field any value; a file can't."""
+    if not isinstance(struct, wanted):
+        where = dotted(key) or "the configuration"
+        raise InvalidSetting(key, f"{where}: {shown(struct)} is not possible; write {wanted.__name__}(...)")
+    for field in fields_of(wanted):
+        place, value = (*key, field.key), getattr(struct, field.attribute)
+        inner, _ = unwrap(field.annotation)
+        if is_struct(inner):
+            _check_types(place, value, inner)
+        elif field.attribute == "tiers":
+            if not isinstance(value, tuple | list):
+                raise InvalidSetting(place, f"tiers: {shown(value)} is not possible; write (TierConfig(...),)")
+            for number, tier in enumerate(value):
+                _check_types((*place, number), tier, TierConfig)
+        elif field.attribute != "options":
+            converted = convert_at(place, value, field.annotation)
+            if type(converted) is not type(value) and not isinstance(value, int | str):
+                raise InvalidSetting(place, f"{dotted(place)}: {shown(value)} is not possible; write {converted!r}")
+            if isinstance(value, str) and not isinstance(converted, str):
+                raise InvalidSetting(place, f"{dotted(place)}: {shown(value)} is text; in code write {converted!r}")
 
 
 def _problems(config: Config) -> Iterator[tuple[Key, str]]:
