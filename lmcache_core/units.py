@@ -62,7 +62,10 @@ def _split(value: object, kind: str, advice: str) -> tuple[Fraction, str]:
     """Number and unit of what a user wrote."""
     if isinstance(value, str) and len(value) > 64:
         raise UnitError(f"text of {len(value)} characters is not a {kind}; {advice}")
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if isinstance(value, bool):
+        word = str(value).lower()
+        raise UnitError(f"{word} is not a {kind} (YAML reads yes, no, on and off as true and false); {advice}")
+    if not isinstance(value, int | float | str):
         raise UnitError(f"{value!r} is not a {kind}; {advice}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UnitError(f"{value!r} is not a {kind}; {advice}")

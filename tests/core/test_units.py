@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_core.config import load_config
 from lmcache_core.errors import ConfigError
 from lmcache_core.units import (
     ByteSize,
@@ -19,6 +22,23 @@ from lmcache_core.units import (
 )
 
 GIB = 2**30
+
+
+@pytest.mark.parametrize("parse", [parse_size, parse_duration])
+@pytest.mark.parametrize("value", [True, False])
+def test_a_truth_value_says_where_it_may_come_from(parse: Callable[[int | float | str], object], value: bool) -> None:
+    with pytest.raises(UnitError, match=r"YAML reads yes, no, on and off as true and false.*write a number"):
+        parse(value)
+    with pytest.raises(UnitError, match=f"^{str(value).lower()} is not a"):
+        parse(value)
+
+
+@pytest.mark.parametrize("written", ["yes", "no", "on", "off", "true", "Yes", "OFF"])
+def test_a_word_that_yaml_takes_for_a_truth_value_is_explained_with_its_line(written: str) -> None:
+    with pytest.raises(ConfigError, match=r"<text>:2: cpu\.capacity: (true|false).*YAML reads yes, no, on and off"):
+        load_config(f"cpu:\n  capacity: {written}\n", {})
+    with pytest.raises(ConfigError, match=r"<text>:1: lease_timeout: (true|false).*YAML reads yes, no, on and off"):
+        load_config(f"lease_timeout: {written}\n", {})
 
 
 @pytest.mark.parametrize(
@@ -56,7 +76,7 @@ def test_sizes(text: int | float | str, nbytes: int) -> None:
         (1.5, "not a whole number of bytes"),
         (float("inf"), "inf is not a size"),
         (float("nan"), "nan is not a size"),
-        (True, "True is not a size"),
+        (True, "true is not a size"),
         ("\u0661GiB", "is not a size"),
     ],
 )
@@ -117,7 +137,7 @@ def test_durations(text: int | float | str, seconds: float) -> None:
         ("2 fortnights", "'2 fortnights' is not a duration: there is no unit 'fortnights'; write a number of seconds"),
         ("-1s", "must not be negative"),
         ("soon", "such as 250ms, 2s, 1.5m or 1h"),
-        (False, "False is not a duration"),
+        (False, "false is not a duration"),
         (float("inf"), "inf is not a duration"),
         ("99999999d", "at most 1000000000 seconds"),
     ],
