@@ -10,12 +10,13 @@ import weakref
 
 from lmcache_backends.disk.files import close_quietly
 
-__all__ = ["FileLock", "Locked", "is_locked", "lock_text", "locked_files"]
+__all__ = ["WAIT", "FileLock", "Locked", "is_locked", "lock_text", "locked_files"]
 
 Locked = frozenset[tuple[int, int, int]]
 """Files that somebody has locked: major and minor number of the file system's device, and inode."""
 
-_WAIT = 10.0
+WAIT = 10.0
+"""Seconds to wait for a lock that is held for moments only, so whoever has it longer is stopped or hung."""
 _POLL = 0.002
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
@@ -47,16 +48,17 @@ class FileLock:
         return cls(fd)
 
     @classmethod
-    def wait(cls, path: str) -> FileLock:
-        """Take the lock as soon as it is free, within ten seconds.
+    def wait(cls, path: str, seconds: float) -> FileLock:
+        """Take the lock as soon as it is free, within `seconds`.
 
         Raises:
             OSError: It cannot be opened, or nobody let go of it (ETIMEDOUT).
         """
-        end = time.monotonic() + _WAIT
+        end = time.monotonic() + seconds
         while (lock := cls.attempt(path)) is None:
             if time.monotonic() > end:
-                raise OSError(errno.ETIMEDOUT, f"locked for {_WAIT:g} s", path)
+                problem = f"locked for {seconds:g} s" if seconds else "still locked"
+                raise OSError(errno.ETIMEDOUT, f"{os.path.basename(path)} is {problem}", path)
             time.sleep(_POLL)
         return lock
 

@@ -63,20 +63,30 @@ class Segment:
             raise
         self.extents = ExtentAllocator(self.size, UNIT)
 
-    @staticmethod
-    def create(path: str, size: int, durable: bool) -> None:
-        """Make the file with `size` bytes of its own; nothing is left of it when that fails."""
+    @classmethod
+    def reserve(cls, path: str, ident: int, size: int, mode: Direct, count_fallback: Callable[[], None]) -> Segment:
+        """Make the file, `size` bytes long, so that other owners count them. Nothing is left of it when that fails."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            lengthen(fd, 0, size)
-            if durable:
-                os.fsync(fd)
-                sync_directory(os.path.dirname(path))
+            os.ftruncate(fd, size)
+            return cls(path, ident, mode, count_fallback)
         except BaseException:  # whatever it was, a segment nobody knows must not stay
             os.unlink(path)
             raise
         finally:
             os.close(fd)
+
+    def fill(self, durable: bool) -> None:
+        """Give a reserved file room of its own, or remove it: until then what it claims may not be there."""
+        try:
+            lengthen(self._buffered, 0, self.size)
+            if durable:
+                os.fsync(self._buffered)
+                sync_directory(os.path.dirname(self.path))
+        except BaseException:  # as above
+            self.close()
+            os.unlink(self.path)
+            raise
 
     @property
     def unused(self) -> bool:

@@ -26,6 +26,7 @@ __all__ = [
     "LOCK",
     "LOG",
     "Shard",
+    "bytes_to_come",
     "is_readable",
     "remove_shard",
     "seed_of",
@@ -83,7 +84,7 @@ class Shard:
             taken.setdefault(entry.segment, []).append((entry.offset, entry.nbytes))
         for number in sizes:
             if number in taken:
-                self.add_segment(self._opened(number))
+                self.segments[number] = Segment(segment_path(self.path, number), number, self._mode, self._fallback)
                 extents = self.segments[number].extents
                 extents.take_all(taken[number])
                 self.taken += extents.capacity - extents.free_bytes
@@ -105,17 +106,24 @@ class Shard:
                 return segment, offset
         return None
 
-    def make_segment(self, size: int, durable: bool) -> Segment:
-        """Take `size` bytes from the file system. Not under the owner's lock, but never twice at once."""
-        path = segment_path(self.path, self._highest + 1)
-        Segment.create(path, size, durable)
-        self._highest += 1
-        self._tally.add("segments_taken")
-        return self._opened(self._highest)
+    def reserve_segment(self, size: int) -> Segment:
+        """Claim `size` bytes of the file system; `fill` takes them. Not under the owner's lock, but never twice at
+        once."""
+        while True:
+            number = self._highest + 1
+            path = segment_path(self.path, number)
+            try:
+                segment = Segment.reserve(path, number, size, self._mode, self._fallback)
+            except FileExistsError:  # something odd that somebody put there
+                self._highest = number
+                continue
+            self._highest = number
+            return segment
 
     def add_segment(self, segment: Segment) -> None:
         """Use a segment that was made."""
         self.segments[segment.ident] = segment
+        self._tally.add("segments_taken")
 
     def put(self, entry: Entry) -> int:
         """Record an entry; it is found from now on. Returns what `log.sync` wants."""
@@ -172,9 +180,8 @@ class Shard:
             self.log.close()
         self._lock.release()
 
-    def _opened(self, number: int) -> Segment:
-        path = segment_path(self.path, number)
-        return Segment(path, number, self._mode, lambda: self._tally.add("buffered_fallback"))
+    def _fallback(self) -> None:
+        self._tally.add("buffered_fallback")
 
     def _record(self, entry: Entry) -> bytes:
         seed, place = self.log.seed, (entry.segment, entry.offset)
@@ -231,6 +238,16 @@ def segment_sizes(path: str) -> dict[int, int]:
                 if (match := _SEGMENT.fullmatch(item.name)) and item.is_file(follow_symlinks=False):
                     sizes[int(match[1], 16)] = item.stat(follow_symlinks=False).st_size // UNIT * UNIT
     return dict(sorted(sizes.items()))
+
+
+def bytes_to_come(path: str) -> int:
+    """Bytes that the segments in a shard's directory claim and the file system has not given them yet."""
+    lacking = 0
+    for number in segment_sizes(path):
+        with contextlib.suppress(FileNotFoundError):  # given back meanwhile
+            status = os.stat(segment_path(path, number), follow_symlinks=False)
+            lacking += max(0, status.st_size - 512 * status.st_blocks)
+    return lacking
 
 
 def remove_shard(path: str) -> None:

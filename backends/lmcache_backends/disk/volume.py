@@ -1,10 +1,12 @@
 """One path of the cache: who may take how much of it, over all processes of the host that use it.
 
-    <path>/node.lock      held by flock while shards are claimed or segments taken
+    <path>/node.lock      held by flock for the moments in which shards are claimed or segments reserved
           /<shard>/...    one or more for each process; see `shard`
           /manifests/     descriptions of spaces; see `manifests`
 
-What is taken is what lies there: there is no account that a crash could falsify. A shard nobody has locked was left by
+What is taken is what lies there: there is no account that a crash could falsify. A segment is made as long as it shall
+be under the lock, and given its room without it: that may take a while. A process may be stopped with the lock held;
+then others take nothing more, but go on with what they have. A shard nobody has locked was left by
 a process that ended. Whoever opens the path next adopts it; who needs room before that removes it. One whose log has
 another format than ours is not adopted: another version may come back for it, until its room is needed.
 """
@@ -21,17 +23,28 @@ import threading
 from typing import NamedTuple
 
 from lmcache_backends.disk.faults import FULL
-from lmcache_backends.disk.locks import FileLock, lock_text
+from lmcache_backends.disk.locks import WAIT, FileLock, lock_text
 from lmcache_backends.disk.manifests import remove_temporary, write_manifest
 from lmcache_backends.disk.options import UNIT, DiskOptions
 from lmcache_backends.disk.replay import Entry, rounded
 from lmcache_backends.disk.segments import Segment
-from lmcache_backends.disk.shard import LOCK, Shard, is_readable, remove_shard, segment_sizes, shard_names
+from lmcache_backends.disk.shard import (
+    LOCK,
+    Shard,
+    bytes_to_come,
+    is_readable,
+    remove_shard,
+    segment_sizes,
+    shard_names,
+)
 from lmcache_backends.disk.tally import Tally
 
 __all__ = ["Place", "Volume"]
 
 _log = logging.getLogger(__name__)
+
+PATIENCE = 2.0
+"""Seconds that an I/O thread waits for the node's lock. The tier has few threads, and reads want them too."""
 
 
 class _Others(NamedTuple):
@@ -39,6 +52,8 @@ class _Others(NamedTuple):
 
     nbytes: int
     """Bytes taken by all of them."""
+    to_come: int
+    """Of these, bytes that the file system has not given them yet."""
     owners: int
     """How many owners are alive."""
     left: dict[str, int]
@@ -72,12 +87,14 @@ class Volume:
         """Bytes this owner may take here now."""
         self.growing = threading.Lock()
         """Held around `grow`; taken before the owner's lock."""
+        self._hung = False
+        """Somebody did not let go of the node's lock in time."""
 
     def open(self) -> list[tuple[Shard, dict[tuple[bytes, bytes], Entry]]]:
         """Adopt what others left, or start afresh. What lies in each shard, by key."""
         self._make()
         unreadable = []
-        with self._node_lock():
+        with FileLock.wait(self._node, WAIT):
             self._tally.add("orphans_removed", remove_temporary(self.path))
             for name in shard_names(self.path):
                 path = os.path.join(self.path, name)
@@ -102,7 +119,7 @@ class Volume:
                 ", ".join(unreadable),
             )
         loaded = [(shard, shard.load()) for shard in self.shards]
-        with self._node_lock():
+        with FileLock.wait(self._node, WAIT):
             self._drop_empty()
             self._share_with(self._others())
         return loaded
@@ -145,29 +162,47 @@ class Volume:
 
     def grow(self, nbytes: int) -> tuple[Shard, Segment] | None:
         """Make a segment with room for `nbytes`; None if the capacity, other owners or the file system leave no room
-        for it. It is in use when the shard has been given it, under the owner's lock."""
+        for it. It is in use when the shard has been given it, under the owner's lock.
+
+        That the node's lock was not to be had raises ETIMEDOUT once; until it is free again there is no room."""
         need = rounded(nbytes)
+        most = max(self._segment, need)
+        while most >= need:
+            hung = self._hung
+            try:
+                segment = self._reserve(need, most)
+            except TimeoutError:
+                if hung:
+                    return None
+                raise
+            if segment is None:
+                return None
+            try:
+                segment.fill(self._options.fsync)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                self._tally.add("enospc")
+                most = segment.size // 2
+            else:
+                return self.shards[0], segment
+        return None
+
+    def _reserve(self, need: int, most: int) -> Segment | None:
+        """A segment of at most about `most` bytes that holds `need`, if there is room."""
         with self._node_lock():
             others = self._others()
             self._share_with(others)
-            room = self._free(others.nbytes)
+            room = self._free(others)
             while room < need and others.left:
                 path, size = others.left.popitem()
                 remove_shard(path)
                 self._tally.add("shards_evicted")
                 others = others._replace(nbytes=others.nbytes - size)
-                room = self._free(others.nbytes)
-            size = min(max(self._segment, need), room)
-            while size >= need:
-                try:
-                    # As many values of this size as fit: the rest would be of use to nobody.
-                    return self.shards[0], self.shards[0].make_segment(size // need * need, self._options.fsync)
-                except OSError as error:
-                    if error.errno not in FULL:
-                        raise
-                    self._tally.add("enospc")
-                    size //= 2
-        return None
+                room = self._free(others)
+            # As many values of this size as fit: the rest would be of use to nobody.
+            size = max(0, min(most, room)) // need * need
+            return self.shards[0].reserve_segment(size) if size else None
 
     def give_back(self) -> None:
         """Remove segments that nothing lies in. One stays, unless others wait for it or nothing is stored at all."""
@@ -184,13 +219,14 @@ class Volume:
                 shard.drop_segment(segment)
         self._tally.add("segments_given_back", len(unused))
 
-    def _free(self, others: int) -> int:
-        """Bytes that may be taken now, if the other shards take `others`."""
+    def _free(self, others: _Others) -> int:
+        """Bytes that may be taken now."""
         with self._lock:
             mine = sum(shard.nbytes for shard in self.shards)
         system = os.statvfs(self.path)
         free = system.f_bavail * system.f_frsize - self._options.keep_free(system.f_blocks * system.f_frsize)
-        return min(self.share - mine, self._limit - others - mine, free) // UNIT * UNIT
+        free -= others.to_come
+        return min(self.share - mine, self._limit - others.nbytes - mine, free) // UNIT * UNIT
 
     def _share_with(self, others: _Others) -> None:
         self.share = self._limit // (1 + others.owners) // UNIT * UNIT
@@ -198,20 +234,21 @@ class Volume:
     def _others(self) -> _Others:
         """Under the node's lock."""
         mine = {shard.path for shard in self.shards}
-        nbytes, owners, left = 0, set(), {}
+        nbytes, to_come, owners, left = 0, 0, set(), {}
         for name in shard_names(self.path):
             path = os.path.join(self.path, name)
             if path in mine:
                 continue
             size = sum(segment_sizes(path).values())
             nbytes += size
+            to_come += bytes_to_come(path)
             lock = FileLock.attempt(os.path.join(path, LOCK))
             if lock is None:
                 owners.add(lock_text(os.path.join(path, LOCK)) or name)
             else:
                 lock.release()
                 left[path] = size
-        return _Others(nbytes, len(owners), left)
+        return _Others(nbytes, to_come, len(owners), left)
 
     def _drop_empty(self) -> None:
         """Keep one shard, and those in which something lies; the fullest first. Under the node's lock."""
@@ -222,7 +259,14 @@ class Volume:
             empty.close()
 
     def _node_lock(self) -> FileLock:
-        return FileLock.wait(self._node)
+        """Whoever has waited for it in vain waits no more until it is free again."""
+        try:
+            lock = FileLock.wait(self._node, 0.0 if self._hung else PATIENCE)
+        except TimeoutError:
+            self._hung = True
+            raise
+        self._hung = False
+        return lock
 
     def _claim(self, path: str, lock: FileLock) -> bool:
         """Own the shard at `path` and its lock, unless its log is none that can be read."""

@@ -31,6 +31,7 @@ from tests.backends.disk.kit import (
     order,
     put,
     shard_in,
+    taken,
 )
 
 ONE_PLACE = {"capacity": SIZE, "segment": SIZE}
@@ -255,3 +256,27 @@ def test_short_reads_and_writes_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
     with opened(tmp_path) as store:
         assert_holds(store, chunk(0), chunk(1))
         assert store.count("buffered_fallback") == 0
+
+
+@pytest.mark.parametrize("opening", [1, 2, 3])
+def test_a_segment_that_cannot_be_opened_for_want_of_descriptors_is_no_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opening: int
+) -> None:
+    """Else it would take room that no owner knows of."""
+    open_ = os.open
+    left = opening
+
+    def opened_(path: Any, *args: Any, **named: Any) -> int:
+        nonlocal left
+        left -= "segment-" in os.fspath(path)
+        if not left:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return open_(path, *args, **named)
+
+    with opened(tmp_path, **ONE_PLACE) as store:
+        monkeypatch.setattr(os, "open", opened_)
+        with pytest.raises(BackendError, match="raise `ulimit -n`"):
+            put(store, chunk(0))
+        assert taken(tmp_path) == 0
+        left = 1000
+        assert_one_place(store)
