@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_core.errors import LayoutError
 from lmcache_core.frame import FrameShape, shape
+from lmcache_core.index.chains import Chains, Line, Table
 from lmcache_core.namespace import GroupKind
 from lmcache_core.protocols import ChunkKey
 
@@ -34,6 +35,7 @@ class Entry:
         "doomed",
         "key",
         "leases",
+        "line",
         "load",
         "nbytes",
         "pages",
@@ -61,6 +63,8 @@ class Entry:
         self.load: Load | None = None
         self.leases = 0
         self.pins = 0
+        self.line: Line | None = None
+        """See `Chains`."""
 
     @property
     def ident(self) -> tuple[bytes, bytes]:
@@ -118,8 +122,10 @@ class Space:
         """None for chunks found on a tier whose model nobody has named yet; they cannot be read, only evicted."""
         self.chunks: dict[bytes, Entry] = {}
         self.staged: dict[bytes, Entry] = {}
-        self._holders: dict[bytes, dict[Entry, None]] = {}
-        self._children: dict[bytes, set[Entry]] = {}
+        self._holders = Table()
+        self._forms: dict[int, FrameShape] = {}
+        self.chains = Chains(self.chunks, self.staged)
+        """Which chunks need which."""
 
     @property
     def known(self) -> Geometry:
@@ -139,62 +145,30 @@ class Space:
 
     def form(self, pages: int) -> FrameShape:
         """Sizes of a frame of `pages` pages."""
-        geometry = self.known
-        return shape(pages, geometry.shards, geometry.page_bytes)
+        form = self._forms.get(pages)
+        if form is None:
+            geometry = self.known
+            form = self._forms[pages] = shape(pages, geometry.shards, geometry.page_bytes)
+        return form
 
     def enter(self, entry: Entry) -> None:
         """Make an entry findable."""
         self.chunks[entry.key] = entry
-        for page in entry.pages[:-1]:
-            self._holders.setdefault(page, {})[entry] = None
+        self._holders.add_all(entry.pages[:-1], entry)
 
     def leave(self, entry: Entry) -> None:
-        """Undo `enter` and `adopt`."""
+        """Undo `enter`, and note that it needs no other any more."""
         if self.chunks.get(entry.key) is entry:
             del self.chunks[entry.key]
-            for page in entry.pages[:-1]:
-                held = self._holders[page]
-                del held[entry]
-                if not held:
-                    del self._holders[page]
-        self.orphan(entry)
-
-    def adopt(self, entry: Entry) -> None:
-        """Note that `entry` needs the chunk in front of it."""
-        if entry.parent:
-            self._children.setdefault(entry.parent, set()).add(entry)
-
-    def orphan(self, entry: Entry) -> bool:
-        """Undo `adopt`; returns whether there was anything to undo."""
-        siblings = self._children.get(entry.parent)
-        if siblings is None or entry not in siblings:
-            return False
-        siblings.discard(entry)
-        if not siblings:
-            del self._children[entry.parent]
-        return True
-
-    def has_children(self, entry: Entry) -> bool:
-        """Whether a chunk is known that needs this one."""
-        return entry.key in self._children
-
-    def leaf(self, entry: Entry) -> Entry:
-        """A chunk behind `entry` that no other needs; `entry` itself if none needs it. What a tier tells of its chunks
-        may be nonsense: a chunk that is its own ancestor ends the walk."""
-        seen = {entry}
-        while children := self._children.get(entry.key):
-            entry = next(iter(children))
-            if entry in seen:
-                break
-            seen.add(entry)
-        return entry
+            self._holders.discard_all(entry.pages[:-1], entry)
+        self.chains.orphan(entry)
 
     def holding(self, page: bytes) -> Iterator[Entry]:
         """Chunks that hold a page, the one it ends first."""
         entry = self.chunks.get(page)
         if entry is not None:
             yield entry
-        yield from self._holders.get(page, ())
+        yield from self._holders.of(page)
 
     def run(self, keys: Sequence[bytes], first: int, places: int) -> tuple[Entry, int] | None:
         """The longest run of pages `keys[first:]` inside one window that one readable chunk starts with: the chunk
@@ -214,6 +188,8 @@ class Space:
 
     def holder(self, page: bytes, pages: int, places: int) -> Entry | None:
         """A readable chunk whose first `pages` pages end with `page`."""
+        if page not in self.chunks and page not in self._holders:
+            return None
         for entry in self.holding(page):
             if len(entry.pages) >= pages and entry.pages[pages - 1] == page and entry.readable(places):
                 return entry

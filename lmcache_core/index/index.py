@@ -166,9 +166,10 @@ class Index(Loading):
                 chunks = chunks_to_store(
                     geometry.kind, len(keys), geometry.chunk_pages, geometry.window_pages, at or (len(keys),)
                 )
+                chained = geometry.kind is GroupKind.FULL
                 for first, pages in chunks:
-                    self._plan_chunk(plan, space, group, keys, first, pages, first_page)
-        except BaseException:  # whatever went wrong, nothing stays reserved
+                    self._plan_chunk(plan, space, group, keys, first, pages, first_page, chained)
+        except Exception:  # whatever went wrong, nothing stays reserved; an interrupt is beyond mending here
             for reservation in plan.reservations:
                 self.abort(reservation)
             raise
@@ -183,6 +184,7 @@ class Index(Loading):
         first: int,
         pages: int,
         first_page: int,
+        chained: bool,
     ) -> None:
         key = keys[first + pages - 1]
         entry = space.chunks.get(key)
@@ -195,7 +197,6 @@ class Index(Loading):
         if key in space.staged:
             plan.present += pages
             return
-        chained = space.kind is GroupKind.FULL
         if first < first_page or (chained and first and not self._has_parent(space, keys[first - 1])):
             plan.dropped += pages
             self.counts.add("dropped_chunks", Refusal.NO_PARENT.value)
@@ -203,10 +204,10 @@ class Index(Loading):
         form = space.form(pages)
         made = Entry(space, tuple(keys[first : first + pages]), keys[first - 1] if first else b"", form.nbytes)
         if chained:
-            space.adopt(made)  # before room is made, so that the chunk it needs is not what makes it
+            space.chains.adopt(made)  # before room is made, so that the chunk it needs is not what makes it
         slot = self.allocate(form)
         if slot is None:
-            space.orphan(made)
+            space.chains.orphan(made)
             plan.dropped += pages
             self.counts.add("dropped_chunks", Refusal.POOL_FULL.value)
             return
@@ -280,7 +281,7 @@ class Index(Loading):
             reservation.open = False
             entry = reservation.entry
             entry.space.staged.pop(entry.key, None)
-            entry.space.orphan(entry)
+            entry.space.chains.orphan(entry)
             reservation.slot.release()
             self.counts.add("dropped_chunks", Refusal.ABORTED.value)
 
@@ -295,9 +296,9 @@ class Index(Loading):
     def _supersede(self, entry: Entry, places: int) -> None:
         """Remove the tails that a longer chunk of the same window replaces from `places`, where it is itself."""
         space = entry.space
-        if space.kind is GroupKind.STATE:
+        if space.kind is GroupKind.STATE or space.chunks.keys().isdisjoint(inner := entry.pages[:-1]):
             return
-        for page in entry.pages[:-1]:
+        for page in inner:
             tail = space.chunks.get(page)
             if tail is None or tail.parent != entry.parent or tail.leases or tail.pins or tail.load is not None:
                 continue

@@ -101,7 +101,7 @@ class Loading(Residency):
                 known = Entry(space, stored.pages, stored.parent, stored.nbytes)
                 space.enter(known)
                 if geometry is None or geometry.kind is GroupKind.FULL:
-                    space.adopt(known)
+                    space.chains.adopt(known)
             if not (known.where | known.writing) & tier.bit:
                 tier.used += known.nbytes
                 tier.gained(known)

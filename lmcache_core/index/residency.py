@@ -92,8 +92,8 @@ class Residency:
         written to a tier first."""
         if not self._pool_may_drop(candidate):
             return None
-        if not candidate.where & self.readable & ~POOL and candidate.space.has_children(candidate):
-            candidate = candidate.space.leaf(candidate)
+        if not candidate.where & self.readable & ~POOL and candidate.key in candidate.space.chains:
+            candidate = candidate.space.chains.leaf(candidate)
             if candidate.where & ~POOL or not self._pool_may_drop(candidate):
                 return None
         return None if self._spilling and self._spill(candidate) else candidate
@@ -217,10 +217,15 @@ class Residency:
                 needed -= entry.nbytes
                 if needed <= 0:
                     return victims
-                if entry.where == tier.bit and not entry.writing and entry.load is None and entry.space.orphan(entry):
+                if (
+                    entry.where == tier.bit
+                    and not entry.writing
+                    and entry.load is None
+                    and entry.space.chains.orphan(entry)
+                ):
                     unlinked.append(entry)
         for entry in reversed(unlinked):
-            entry.space.adopt(entry)
+            entry.space.chains.adopt(entry)
         tier.policy.put_back(victims)
         return []
 
@@ -248,8 +253,8 @@ class Residency:
     def _tier_victim(self, tier: TierState, candidate: Entry) -> Entry | None:
         if not self._tier_may_drop(tier, candidate):
             return None
-        if not candidate.where & ~tier.bit and candidate.space.has_children(candidate):
-            candidate = candidate.space.leaf(candidate)
+        if not candidate.where & ~tier.bit and candidate.key in candidate.space.chains:
+            candidate = candidate.space.chains.leaf(candidate)
             if not candidate.where & tier.bit or not self._tier_may_drop(tier, candidate):
                 return None
         return candidate

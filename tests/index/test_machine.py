@@ -281,7 +281,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.world.pool.used == 0
         for space in self.world.spaces:
             assert not space._holders
-            assert not space._children
+            assert not space.chains
 
 
 def _tier(decision: object) -> int:

@@ -75,7 +75,7 @@ class WatchedIndex(Index):
     def check_victim(self, entry: Entry, bit: int) -> None:
         assert not entry.pins
         assert not entry.leases or entry.where & ~bit & POOL
-        assert entry.where & ~bit or entry.writing or not entry.space.has_children(entry), "others need the last copy"
+        assert entry.where & ~bit or entry.writing or entry.key not in entry.space.chains, "others need the last copy"
         assert entry.load is None or entry.load.late or entry.load.tier != bit.bit_length() - 2
 
     def allocate(self, form: FrameShape) -> Slot | None:
