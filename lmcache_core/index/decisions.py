@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -83,6 +84,10 @@ class StorePlan:
     """Pages that need no work, over all groups."""
     dropped: int = 0
     """Pages that found no room."""
+    keys: Sequence[bytes] = ()
+    first_page: int = 0
+    rest: deque[tuple[Space, int, int, int]] = field(default_factory=deque)
+    """Chunks that have not been planned yet: the space and number of the group, the first page, and how many."""
 
 
 @dataclass(eq=False, slots=True)
@@ -114,6 +119,8 @@ class Write:
     slot: Slot
     evict: list[ChunkKey]
     last_try: bool = False
+    late: bool = False
+    """Nobody waits for it any more, since its deadline has passed."""
     waiters: list[Callable[[bool], None]] = field(default_factory=list)
 
 

@@ -147,6 +147,7 @@ class Index(Loading):
         at: Sequence[int] = (),
         first_page: int = 0,
         places: int = EVERYWHERE,
+        most: int | None = None,
     ) -> StorePlan:
         """Reserve room for what a prompt lacks. Every reservation must be committed or aborted.
 
@@ -156,36 +157,33 @@ class Index(Loading):
             at: Boundaries at which a later prompt can stop, ascending (for window and state groups).
             first_page: Pages in front of this one are not offered: a chunk that needs one is passed over unless stored.
             places: Places to store in.
+            most: Chunks to plan now; all by default. Go on with `plan_more` while there is a `rest`, and let others
+                have the mutex between the calls.
         """
-        plan = StorePlan([], [], places)
-        if not keys:
-            return plan
-        try:
+        plan = StorePlan([], [], places, keys=keys, first_page=first_page)
+        if keys:
             for group, space in enumerate(spaces):
                 geometry = space.known
                 chunks = chunks_to_store(
                     geometry.kind, len(keys), geometry.chunk_pages, geometry.window_pages, at or (len(keys),)
                 )
-                chained = geometry.kind is GroupKind.FULL
-                for first, pages in chunks:
-                    self._plan_chunk(plan, space, group, keys, first, pages, first_page, chained)
+                plan.rest.extend((space, group, first, pages) for first, pages in chunks)
+            self.plan_more(plan, most)
+        return plan
+
+    def plan_more(self, plan: StorePlan, most: int | None = None) -> None:
+        """Reserve room for the next `most` chunks of a plan, all by default."""
+        left = len(plan.rest) if most is None else min(most, len(plan.rest))
+        try:
+            for _ in range(left):
+                self._plan_chunk(plan, *plan.rest.popleft())
         except Exception:  # whatever went wrong, nothing stays reserved; an interrupt is beyond mending here
             for reservation in plan.reservations:
                 self.abort(reservation)
             raise
-        return plan
 
-    def _plan_chunk(
-        self,
-        plan: StorePlan,
-        space: Space,
-        group: int,
-        keys: Sequence[bytes],
-        first: int,
-        pages: int,
-        first_page: int,
-        chained: bool,
-    ) -> None:
+    def _plan_chunk(self, plan: StorePlan, space: Space, group: int, first: int, pages: int) -> None:
+        keys = plan.keys
         key = keys[first + pages - 1]
         entry = space.chunks.get(key)
         if entry is None or not entry.where & self.readable:
@@ -197,7 +195,8 @@ class Index(Loading):
         if key in space.staged:
             plan.present += pages
             return
-        if first < first_page or (chained and first and not self._has_parent(space, keys[first - 1])):
+        chained = space.known.kind is GroupKind.FULL
+        if first < plan.first_page or (chained and first and not self._has_parent(space, keys[first - 1])):
             plan.dropped += pages
             self.counts.add("dropped_chunks", Refusal.NO_PARENT.value)
             return
@@ -250,6 +249,8 @@ class Index(Loading):
 
     def commit(self, plan: StorePlan) -> list[Entry]:
         """End a store: publish what is filled, abort the rest. Returns the chunks stored, head first."""
+        while plan.rest:
+            plan.dropped += plan.rest.popleft()[3]
         stored: list[Entry] = []
         for reservation in plan.reservations:
             self.publish(plan, reservation)

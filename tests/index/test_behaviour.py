@@ -8,7 +8,7 @@ from lmcache_core.index import POOL, Entry, TierRules, tier_bit
 from lmcache_core.index.decisions import Delete, Load, Read, Touch, Write
 from lmcache_core.index.policy import Lru, S3Fifo
 from lmcache_core.protocols import ChunkKey, ReadResult, Stored, WriteResult
-from tests.index.world import World, content, prompt
+from tests.index.world import World, content, fill, prompt
 
 DISK = tier_bit(0)
 
@@ -338,6 +338,34 @@ def test_a_scan_brings_chunks_of_models_that_are_registered_later() -> None:
     fresh.take()
     fresh.run()
     assert fresh.pages(abc("aaaabb")) == 6
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 100])
+def test_a_store_that_is_planned_in_parts_is_the_store_planned_at_once(most: int) -> None:
+    for keys in (abc("aaaabbbbccccdd"), abc("aaaabbxx"), abc("zz")):
+        whole, parts = World(3), World(3)
+        for world in (whole, parts):
+            world.store(abc("aaaabbbb"))
+        plan = whole.index.plan_store(whole.spaces, keys)
+        part = parts.index.plan_store(parts.spaces, keys, most=most)
+        while left := len(part.rest):
+            parts.index.plan_more(part, most)
+            assert len(part.rest) == max(0, left - most)
+        for one in ("present", "dropped"):
+            assert getattr(plan, one) == getattr(part, one)
+        assert [r.entry.pages for r in plan.reservations] == [r.entry.pages for r in part.reservations]
+
+
+def test_what_was_never_planned_was_dropped() -> None:
+    world = World(8)
+    keys = abc("aaaabbbbccccdd")
+    plan = world.index.plan_store(world.spaces, keys, most=2)
+    assert (len(plan.reservations), len(plan.rest), plan.dropped) == (2, 2, 0)
+    for reservation in plan.reservations:
+        fill(reservation.slot, reservation.entry)
+        world.index.filled(reservation)
+    assert len(world.index.commit(plan)) == 2
+    assert (plan.dropped, world.pages(keys), world.index.arrived(plan)) == (6, 8, False)
 
 
 def test_an_aborted_store_leaves_nothing() -> None:
