@@ -26,9 +26,9 @@ __all__ = ["Display", "draw"]
 class Display:
     """Progress on standard error, results on standard output."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int | None = None) -> None:
         self._err = Console(stderr=True)
-        self._out = Console(width=None if sys.stdout.isatty() else 120)
+        self._out = Console(width=width or (None if sys.stdout.isatty() else 120))
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._step = ""
@@ -104,7 +104,8 @@ class Display:
             Text(
                 f"{result.threads} threads; {result.disk_bytes / 2**20:.0f} MiB of KV on disk, read {page_cache}; "
                 "times are medians, from the call to the first new token, hashing, lookup and loading included. "
-                "Spread: from the least to the most, as a part of the median."
+                "From cache, computed: tokens of the prompt. Spread: from the least to the most, as a part of the "
+                "median. Logits: the largest difference in one of the first new token."
             )
         )
         filling = result.of("filling")[0]
@@ -112,8 +113,7 @@ class Display:
             Text(
                 f"The first time with cache, the cache itself took {filling.retrieve_s * 1e3:.0f} ms before the first "
                 f"token, and {filling.store_s * 1e3:.0f} ms after the last to store the KV."
-            ),
-            soft_wrap=True,
+            )
         )
         minutes, seconds = divmod(round(time.monotonic() - self._began), 60)
         out.print(Text(f"All of it took {minutes} min {seconds} s."))
@@ -125,10 +125,11 @@ class Display:
 
 def _table(result: DemoResult) -> Table:
     title = "Time to the first token (from disk: after a restart, in a new process)"
-    table = Table(title=title, box=box.SIMPLE, pad_edge=False, title_justify="left")
-    table.add_column("how")
-    for name in ("prompt", "from cache", "computed", "first token", "spread", "faster", "logit diff"):
-        table.add_column(name, justify="right")
+    # 80 columns are enough for the largest figures: nothing wraps or is cut.
+    table = Table(title=title, box=box.SIMPLE, pad_edge=False, padding=0, title_justify="left")
+    table.add_column("how", no_wrap=True)
+    for name in ("from cache", "computed", "time", "spread", "faster", "logits"):
+        table.add_column(name, justify="right", no_wrap=True)
     for each in result.measured:
         if each.kind in WORDS:
             table.add_row(*_row(each, result))
@@ -137,14 +138,13 @@ def _table(result: DemoResult) -> Table:
 
 def _row(each: Measured, result: DemoResult) -> list[str]:
     return [
-        WORDS[each.kind],
-        str(each.prompt_tokens),
-        ", ".join(f"{tokens} {tier}" for tier, tokens in each.tiers.items()) or "-",
+        WORDS[each.kind] + ("" if each.tokens_equal else "\nTOKENS DIFFER"),
+        "\n".join(f"{tokens} {tier}" for tier, tokens in each.tiers.items()) or "-",
         str(each.computed_tokens),
         f"{each.median_s:.3f} s",
         f"{each.spread:.0%}" if len(each.ttft_s) > 1 else "-",
         _faster(each, result),
-        ("" if each.tokens_equal else "TOKENS DIFFER ") + f"{each.max_logit_diff:.1e}",
+        f"{each.max_logit_diff:.1e}",
     ]
 
 
