@@ -71,7 +71,8 @@ class Grant(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Room:
-    """A chunk to be filled: write `pages` pages from page `first` of `group` into `target`, then report it."""
+    """A chunk to be filled: write `pages` pages from page `first` of `group` into `target`, then report it; from then
+    on `target` is not yours any more."""
 
     part: Part
     target: memoryview
@@ -80,7 +81,8 @@ class Room:
 
 @dataclass(eq=False, slots=True)
 class Storing:
-    """A store under way: fill each room, report it, then finish."""
+    """A store under way: fill each room, report it, then finish. Keep it until all copying has ended: one that is let
+    go of is finished without what is not filled."""
 
     rooms: Sequence[Room]
     present: int

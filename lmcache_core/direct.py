@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,7 +24,7 @@ from lmcache_core.client import (
 )
 from lmcache_core.errors import ConfigError, UsageError
 from lmcache_core.hostpool import Slot
-from lmcache_core.index import POOL, Entry, Space, tier_bit
+from lmcache_core.index import POOL, Entry, Index, Space, tier_bit
 from lmcache_core.index.decisions import Found, Lease, Load, Reservation, StorePlan, Write
 from lmcache_core.index.index import EVERYWHERE
 from lmcache_core.index.residency import CPU
@@ -40,15 +41,42 @@ class DirectModel:
 
 
 class _Holding:
-    """A lease and the references it has taken on slots."""
+    """A lease and the references it has taken on slots. `dropped` is called with one that was let go of unreleased."""
 
-    __slots__ = ("done", "lease", "slots", "tiers")
+    __slots__ = ("_dropped", "done", "lease", "slots", "tiers")
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, dropped: Callable[[_Holding], None]) -> None:
         self.lease = lease
         self.done = 0
         self.slots: dict[int, Slot] = {}
         self.tiers: dict[int, str] = {}
+        self._dropped = dropped
+
+    def release(self, index: Index) -> None:
+        """End all access. Called under the mutex."""
+        for slot in self.slots.values():
+            slot.release()
+        self.slots.clear()
+        index.release(self.lease)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_dropped") and (self.slots or self.lease.active):  # or interrupted while it was made
+            self._dropped(self)
+
+
+class _Filling:
+    """A store under way. `dropped` is called with the plan of one that was let go of unfinished."""
+
+    __slots__ = ("_dropped", "finished", "plan")
+
+    def __init__(self, plan: StorePlan, dropped: Callable[[StorePlan], None]) -> None:
+        self.plan = plan
+        self.finished = False
+        self._dropped = dropped
+
+    def __del__(self) -> None:
+        if not getattr(self, "finished", True):  # it may have been interrupted while it was made
+            self._dropped(self.plan)
 
 
 class DirectClient:
@@ -56,6 +84,7 @@ class DirectClient:
 
     def __init__(self, node: Node, *, owns: bool = False) -> None:
         self.node = node
+        self._guard = node.guard
         self.chunk_tokens = node.config.chunk_tokens
         self.page_tokens = node.config.page_tokens
         self.retention_tokens = node.config.retention_tokens
@@ -98,7 +127,8 @@ class DirectClient:
     ) -> Boundary:
         """See `Client`."""
         spaces, mask = _spaces(model), self._mask(places)
-        with self.node.locked() as index:
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
             found = index.find(spaces, keys, mask)
             tiers = self._by_tier(found, index.readable & mask)
             if quiet:
@@ -115,19 +145,21 @@ class DirectClient:
     def hold(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> Held:
         """See `Client`."""
         spaces, mask = _spaces(model), self._mask(places)
-        with self.node.locked() as index:
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
             found = index.find(spaces, keys, mask)
             asked = self.node.ask(spaces, keys, found.pages, mask) if found.pages < len(keys) else None
             lease = index.lease(found)
         parts = [Part(piece.group, piece.first, piece.pages) for piece in found.pieces]
-        return Held(found.pages, parts, asked, _Holding(lease))
+        return Held(found.pages, parts, asked, _Holding(lease, self._later_end))
 
     def grant(self, held: Held, start: int, ahead: int) -> list[Grant]:
         """See `Client`."""
         holding: _Holding = held.handle
         pieces = holding.lease.found.pieces
         grants: list[Grant] = []
-        with self.node.locked() as index:
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
             if not holding.lease.active:
                 return []
             for number in range(start, len(pieces)):
@@ -153,7 +185,8 @@ class DirectClient:
     def consume(self, held: Held, parts: int) -> None:
         """See `Client`."""
         holding: _Holding = held.handle
-        with self.node.locked() as index:
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
             for number in range(holding.done, holding.done + parts):
                 slot = holding.slots.pop(number, None)
                 if slot is not None:
@@ -164,11 +197,16 @@ class DirectClient:
     def release(self, held: Held) -> None:
         """See `Client`."""
         holding: _Holding = held.handle
-        with self.node.mutex:
-            for slot in holding.slots.values():
-                slot.release()
-            holding.slots.clear()
-            self.node.index.release(holding.lease)
+        self._end(holding)
+
+    def _later_end(self, holding: _Holding) -> None:
+        self.node.later(lambda: self._end(holding))
+
+    def _end(self, holding: _Holding) -> None:
+        guard = self._guard
+        with guard.turn, guard.mutex:
+            if not guard.broken:  # also once the node has been closed
+                holding.release(guard.index)
 
     # Store
 
@@ -182,28 +220,45 @@ class DirectClient:
     ) -> Storing:
         """See `Client`."""
         mask = self._mask(places)
-        with self.node.locked() as index:
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
             plan = index.plan_store(_spaces(model), keys, at, first_page, mask)
+            filling = _Filling(plan, self._later_commit)
         rooms = [
-            Room(Part(r.group, r.first, len(r.entry.pages)), r.slot.payload(), (plan, r)) for r in plan.reservations
+            Room(Part(r.group, r.first, len(r.entry.pages)), r.slot.payload(), (filling, r)) for r in plan.reservations
         ]
-        return Storing(rooms, plan.present, plan.dropped, plan)
+        return Storing(rooms, plan.present, plan.dropped, filling)
 
     def filled(self, room: Room) -> None:
         """See `Client`."""
-        handle: tuple[StorePlan, Reservation] = room.handle
-        plan, reservation = handle
-        with self.node.locked() as index:
+        handle: tuple[_Filling, Reservation] = room.handle
+        filling, reservation = handle
+        with contextlib.suppress(BufferError):  # somebody has made an array of it and keeps that
+            room.target.release()
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
             index.filled(reservation)
-            index.publish(plan, reservation)
+            index.publish(filling.plan, reservation)
 
     def finish_store(self, storing: Storing) -> Finished:
         """See `Client`."""
-        plan: StorePlan = storing.handle
-        with self.node.locked() as index:
+        filling: _Filling = storing.handle
+        plan = filling.plan
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
             stored = index.commit(plan)
-            written = _arrival(index.writes_of(plan.touched), lambda: index.arrived(plan))
+            filling.finished = True
+            written = _arrival(_in_time(index.writes_of(plan.touched)), lambda: index.arrived(plan))
         return Finished(sum(len(entry.pages) for entry in stored), written)
+
+    def _later_commit(self, plan: StorePlan) -> None:
+        def commit() -> None:
+            guard = self._guard
+            with guard.turn, guard.mutex:
+                if not guard.broken:
+                    guard.index.commit(plan)
+
+        self.node.later(commit)
 
     # Operators
 
@@ -216,7 +271,8 @@ class DirectClient:
         return self.node.start(self._prefetch(_spaces(model), keys, places, target))
 
     async def _prefetch(self, spaces: Sequence[Space], keys: Sequence[bytes], places: int, target: int) -> int:
-        with self.node.locked() as index:
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
             lease = index.lease(index.find(spaces, keys, places | target))
         pieces = lease.found.pieces
         turns = asyncio.Semaphore(AHEAD)
@@ -232,8 +288,9 @@ class DirectClient:
         try:
             there = await asyncio.gather(*(bring(piece.entry) for piece in pieces))
         finally:
-            with self.node.mutex:
-                self.node.index.release(lease)
+            with self._guard.turn, self._guard.mutex:
+                if not self._guard.broken:
+                    self._guard.index.release(lease)
         brought = itertools.takewhile(lambda each: each[1], zip(pieces, there, strict=True))
         return sum(piece.pages for piece, _ in brought if piece.group == pieces[0].group)
 
@@ -241,7 +298,8 @@ class DirectClient:
         if entry.where & target:
             return True
         wait: Future[bool] | None = None
-        with self.node.locked() as index:
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
             if entry.slot is None:
                 load = index.load(entry)
                 if load is None:
@@ -251,16 +309,18 @@ class DirectClient:
             return False
         if target == POOL:
             return True
-        with self.node.locked() as index:
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
             tier = next(tier for tier in index.tiers if tier.bit == target)
             if index.write(tier, entry) is not None:
                 return False
-            arrived = _arrival(index.writes_of([entry]), lambda: bool(entry.where & target))
+            arrived = _arrival(_in_time(index.writes_of([entry])), lambda: bool(entry.where & target))
         return await asyncio.wrap_future(arrived)
 
     def pin(self, model: Model, keys: Sequence[bytes]) -> int:
         """See `Client`."""
-        with self.node.locked() as index:
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
             found = index.find(_spaces(model), keys)
             index.pin(piece.entry for piece in found.pieces)
             self._pins.setdefault((_spaces(model)[0].digest, *keys), []).append(found)
@@ -268,7 +328,8 @@ class DirectClient:
 
     def unpin(self, model: Model, keys: Sequence[bytes]) -> int:
         """See `Client`."""
-        with self.node.locked() as index:
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
             pins = self._pins.pop(name := (_spaces(model)[0].digest, *keys), [])
             pieces = pins.pop().pieces if pins else []
             if pins:
@@ -280,25 +341,28 @@ class DirectClient:
     def evict(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> int:
         """See `Client`."""
         mask = self._mask(places)
-        with self.node.locked() as index:
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
             found = index.find(_spaces(model), keys)
             return index.evict((piece.entry for piece in reversed(found.pieces)), mask)
 
     def clear(self, model: Model | None = None, places: Sequence[str] | None = None) -> int:
         """See `Client`."""
         mask = self._mask(places)
-        with self.node.locked() as index:
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
             return index.clear(index.spaces.values() if model is None else _spaces(model), mask)
 
     def count(self, name: str, label: str, amount: float = 1) -> None:
         """See `Client`."""
-        with self.node.mutex:
+        with self._guard.mutex:
             self.node.counts.add(name, label, amount)
 
     def stats(self) -> Stats:
         """See `Client`."""
         node = self.node
-        with node.locked() as index:
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
             tiers = [
                 TierStats(
                     runner.config.name,
@@ -308,8 +372,8 @@ class DirectClient:
                     tier.capacity,
                     len(tier.policy),
                     runner.queued,
-                    runner.quarantined,
-                    runner.counters(),
+                    runner.health.quarantined,
+                    runner.health.counters(),
                 )
                 for runner, tier in zip(node.runners, index.tiers, strict=True)
             ]
@@ -365,6 +429,10 @@ def _arrival(writes: Sequence[Write], outcome: Callable[[], bool]) -> Future[boo
     if not writes:
         future.set_result(outcome())
     return future
+
+
+def _in_time(writes: Sequence[Write]) -> list[Write]:
+    return [write for write in writes if not write.late]
 
 
 def _uncancellable() -> Future[bool]:

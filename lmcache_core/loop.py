@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from lmcache_core.errors import ClosedError, UsageError
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 STOP_TIMEOUT = 5.0
 
@@ -20,6 +24,7 @@ class LoopThread:
 
     def __init__(self, name: str = "lmcache-loop") -> None:
         self.loop = asyncio.new_event_loop()
+        self._stopping = False
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
@@ -30,16 +35,25 @@ class LoopThread:
         finally:
             self.loop.close()
 
+    def call(self, work: Callable[[], None]) -> None:
+        """Have `work` called on the loop soon, from any thread; after the loop has stopped it is not called."""
+        with contextlib.suppress(RuntimeError):  # it has stopped
+            self.loop.call_soon_threadsafe(work)
+
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop; the future is for other threads.
 
         Raises:
             ClosedError: The loop has stopped.
         """
-        if self.loop.is_closed() or not self.thread.is_alive():
+        if self._stopping or not self.thread.is_alive():
             work.close()
             raise ClosedError("the node's event loop has stopped")
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError as error:  # it has just been closed
+            work.close()
+            raise ClosedError("the node's event loop has stopped") from error
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine on the loop and wait for what it returns.
@@ -55,15 +69,20 @@ class LoopThread:
         return self.start(work).result(timeout)
 
     def stop(self) -> None:
-        """Cancel what still runs on the loop, stop it and wait for its thread."""
+        """Cancel what still runs on the loop, stop it and wait for its thread. A thread that a plugin blocks is left
+        behind; it is a daemon."""
         if self.thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop)
-            self.thread.join()
+            with contextlib.suppress(ClosedError):
+                self.start(self._cancel_all())
+            self._stopping = True
+            self.thread.join(2 * STOP_TIMEOUT)
+            if self.thread.is_alive():
+                log.error("%s is blocked and is left behind", self.thread.name)
 
     async def _cancel_all(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        if others:
-            await asyncio.wait(others, timeout=STOP_TIMEOUT)
+        until = self.loop.time() + STOP_TIMEOUT
+        while (others := asyncio.all_tasks() - {asyncio.current_task()}) and self.loop.time() < until:
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others, timeout=until - self.loop.time())
         self.loop.stop()

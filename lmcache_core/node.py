@@ -7,28 +7,30 @@ what several `Client`s share; embedded it lives in the engine's process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from lmcache_core.config import Config, TierConfig
 from lmcache_core.counts import Counts
-from lmcache_core.errors import ClosedError, LayoutError
+from lmcache_core.errors import BackendError, LayoutError
 from lmcache_core.framing import Framer
+from lmcache_core.guard import IndexGuard
 from lmcache_core.hostpool import HostPool
 from lmcache_core.index import Geometry, Index, Space, TierRules
-from lmcache_core.index.decisions import Decision, Load, Read, Write
+from lmcache_core.index.decisions import Read
 from lmcache_core.loop import LoopThread
 from lmcache_core.namespace import Group, GroupKind, Namespace
 from lmcache_core.probe import Prober
-from lmcache_core.protocols import ReadResult, RemembersUse, Scannable, StorageBackend, Stored, WriteResult
+from lmcache_core.protocols import RemembersUse, Scannable, StorageBackend
 from lmcache_core.ratelog import LogWriter, RateLog
+from lmcache_core.reports import Reports
 from lmcache_core.tier import TierRunner
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 TICK = 0.25
 START_TIMEOUT = 60.0
 CLOSE_TIMEOUT = 30.0
+CLOSED = "the node has been closed"
 
 
 class Server(Protocol):
@@ -56,40 +59,46 @@ class Node:
     Raises:
         PoolError: The host pool cannot be had.
         ConfigError: A backend's options can never work.
+        BackendError: A backend keeps the event loop from running.
     """
 
     def __init__(self, config: Config, backends: Sequence[StorageBackend] = ()) -> None:
         self.config = config
-        self.mutex = threading.Lock()
         self.counts = Counts()
         self.pool = HostPool(config.cpu.capacity, hugepages=config.cpu.hugepages)
         rules = [self._rules(tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
-        self.index = Index(
+        index = Index(
             self.pool, rules, policy=config.cpu.policy, lease_timeout=config.lease_timeout, counts=self.counts
         )
+        self.guard = IndexGuard(index, self._wake, self._abandon)
         self.lag = 0.0
         """Seconds by which the event loop was late at its last tick."""
         self._loop = LoopThread()
         self._framer = Framer()
         self._log_writer = LogWriter()
+        self._reports = Reports(self.guard, self.counts, lambda number: self.runners[number].health.usage())
         self.runners = [
             TierRunner(
-                number, tier, backend, self._framer, self, RateLog(log, config.log_interval, writer=self._log_writer)
+                number,
+                tier,
+                backend,
+                self._framer,
+                self._reports,
+                RateLog(log, config.log_interval, writer=self._log_writer),
             )
             for number, (tier, backend) in enumerate(zip(config.tiers, backends, strict=True))
         ]
-        self._prober = Prober(self)
-        self.closed = False
-        _nodes.add(self)
-        self._locked = _Locked(self)
+        self._prober = Prober(self.guard, self.runners, self.start, self._reports.learned)
+        self._closed = False
         self._ticking: Future[None] | None = None
         self.metrics: Server | None = None
         """Serves the metrics until the node is closed."""
+        _nodes.add(self)
         try:
-            self.pool.start_prefault(self.mutex)
-            self._loop.run(self._start(), START_TIMEOUT)
+            self.pool.start_prefault(self.guard.mutex)
+            self._open()
         except BaseException:  # whatever went wrong, threads and memory must not stay behind
-            self.close()
+            self.close(grace=1.0)
             raise
         self._ticking = self._loop.start(self._tick())
 
@@ -107,29 +116,49 @@ class Node:
             pending_limit=max(self.pool.capacity // 2, 1),
         )
 
-    async def _start(self) -> None:
-        await asyncio.gather(*(runner.open() for runner in self.runners))
+    def _open(self) -> None:
+        async def open_all() -> None:
+            await asyncio.gather(*(runner.health.open() for runner in self.runners))
+
+        try:
+            self._loop.run(open_all(), START_TIMEOUT)
+        except TimeoutError as error:
+            names = ", ".join(tier.backend for tier in self.config.tiers)
+            raise BackendError(
+                f"the tiers could not be opened within {START_TIMEOUT:g} s, since the event loop does not run: one of "
+                f"the backends ({names}) makes blocking calls on it; they belong on threads"
+            ) from error
 
     def close(self, grace: float = CLOSE_TIMEOUT) -> None:
         """Write what is queued, for at most `grace` seconds, close the tiers and let go of the pool. Idempotent."""
-        with self.mutex:
-            if self.closed:
+        with self.guard.mutex:
+            if self._closed:
                 return
-            self.closed = True
-            self.index.tick()
-        if self.metrics is not None:
-            self.metrics.close()
-        self.settle()
-        if self._ticking is not None:
-            self._ticking.cancel()
-        self._loop.run(self._stop(grace), 3 * grace + CLOSE_TIMEOUT)
-        self._loop.stop()
-        self._framer.close()
-        self._log_writer.close()
-        self.pool.close()
+            self._closed = True
+            self.guard.refusal = self.guard.refusal or CLOSED
+            if not self.guard.broken:
+                self.guard.index.tick()
+        with contextlib.ExitStack() as last:  # in reverse order, and all of it whatever one of them raises
+            last.callback(self.pool.close)
+            last.callback(self._log_writer.close)
+            last.callback(self._framer.close)
+            last.callback(self._loop.stop)
+            if self.metrics is not None:
+                last.callback(self.metrics.close)
+            try:
+                self._loop.run(self._stop(grace), 2 * grace + CLOSE_TIMEOUT)
+            except TimeoutError:
+                log.error("the node's event loop does not answer; a backend may have blocked it; leaving it behind")
 
     async def _stop(self, grace: float) -> None:
-        await asyncio.gather(*(runner.close(grace) for runner in self.runners))
+        self._work()
+        if self._ticking is not None:
+            self._ticking.cancel()
+        ends = await asyncio.gather(*(runner.close(grace) for runner in self.runners), return_exceptions=True)
+        for runner, end in zip(self.runners, ends, strict=True):
+            if isinstance(end, BaseException):
+                line = (runner.config.name, end)
+                self._log_writer.write(log, logging.ERROR, "tier %s could not be closed: %r", line)
 
     def __enter__(self) -> Node:
         return self
@@ -138,29 +167,6 @@ class Node:
         self.close()
 
     # For clients
-
-    def locked(self) -> AbstractContextManager[Index]:
-        """The index, under the mutex; afterwards its decisions are carried out.
-
-        Raises:
-            ClosedError: The node has been closed.
-        """
-        return self._locked
-
-    def settle(self) -> None:
-        """Carry out decisions that were taken under `mutex` without `locked`."""
-        with self.mutex:
-            out = self.take()
-        if out:
-            self.hand_over(out)
-
-    def take(self) -> list[Decision]:
-        """Decisions that have not been carried out; the caller does. Called under the mutex."""
-        out = self.index.out
-        if not out:
-            return []  # never the list itself: others add to it as soon as the mutex is free
-        self.index.out = []
-        return out
 
     def register(self, namespace: Namespace) -> list[Space]:
         """Make a namespace known; returns a space for each of its groups.
@@ -171,7 +177,8 @@ class Node:
         if not isinstance(namespace, Namespace):
             raise LayoutError(f"a Namespace says what the KV is of; this is a {type(namespace).__name__}")
         geometries = [self._geometry(namespace, group) for group in namespace.groups]
-        with self.locked() as index:
+        with self.guard.turn, self.guard.mutex:
+            index = self.guard.use()
             return [index.add_space(namespace.space(n), geometry) for n, geometry in enumerate(geometries)]
 
     def _geometry(self, namespace: Namespace, group: Group) -> Geometry:
@@ -188,10 +195,11 @@ class Node:
         )
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is queued or under way on any tier. Returns whether that came in time."""
-        self.settle()
+        """Wait until nothing is queued or under way on any tier but what is past its deadline. Returns whether that
+        came in time."""
 
         async def drained() -> None:
+            self._work()
             for runner in self.runners:
                 await runner.drained()
 
@@ -207,149 +215,43 @@ class Node:
         return self._prober.ask(spaces, keys, first_page, places)
 
     def start(self, work: Any) -> Future[Any]:
-        """Run a coroutine on the node's event loop."""
+        """Run a coroutine on the node's event loop.
+
+        Raises:
+            ClosedError: The node has been closed.
+        """
         return self._loop.start(work)
 
-    # Decisions
+    def later(self, work: Callable[[], None]) -> None:
+        """Have `work` called on the event loop soon. May be called from anywhere, finalizers too."""
+        self._loop.call(work)
 
-    def hand_over(self, decisions: list[Decision]) -> None:
-        """Carry decisions out, on the event loop."""
-        if threading.current_thread() is self._loop.thread:
-            self._carry_out(decisions)
-        else:
-            self._loop.loop.call_soon_threadsafe(self._carry_out, decisions)
+    # On the event loop
 
-    def _carry_out(self, decisions: list[Decision]) -> None:
-        for decision in decisions:
+    def _wake(self) -> None:
+        self._loop.call(self._work)
+
+    def _work(self) -> None:
+        for decision in self.guard.take():
             if isinstance(decision, Read):
                 self.runners[decision.load.tier].read(decision.load)
             else:
                 self.runners[decision.tier].mutate(decision)
 
-    @contextmanager
-    def _event(self) -> Iterator[Index]:
-        """An event from a tier, on the event loop."""
-        with self.mutex:
-            yield self.index
-            out = self.take()
-        if out:
-            # Not at once: an event may come from inside the queue that the decision goes to.
-            self._loop.loop.call_soon(self._carry_out, out)
+    def _abandon(self) -> None:
+        def stop() -> None:
+            for runner in self.runners:
+                runner.health.stop()
 
-    # Events of tiers (`TierEvents`)
-
-    def loaded(self, load: Load, result: ReadResult | None, seconds: float) -> None:
-        """See `TierEvents`."""
-        tier = self.config.tiers[load.tier].name
-        with self._event() as index:
-            told = index.loaded(load, result)
-            if result is ReadResult.HIT:
-                self.counts.add("read_seconds", tier, seconds)
-            hit = load.entry.slot is load.slot
-        if told:
-            _tell(load.waiters, hit)
-
-    def dropped(self, load: Load) -> None:
-        """See `TierEvents`."""
-        with self._event() as index:
-            index.dropped(load)
-        _tell(load.waiters, False)
-
-    def gave_up(self, load: Load) -> None:
-        """See `TierEvents`."""
-        with self._event() as index:
-            told = index.gave_up(load)
-        if told:
-            _tell(load.waiters, False)
-
-    def wrote(self, write: Write, result: WriteResult | None, seconds: float) -> None:
-        """See `TierEvents`."""
-        tier = self.config.tiers[write.tier].name
-        with self._event() as index:
-            told = index.wrote(write, result)
-            if result is WriteResult.STORED:
-                self.counts.add("write_seconds", tier, seconds)
-            elif result is None:
-                self.counts.add("failed_writes", tier)
-        if told:
-            _tell(write.waiters, result is WriteResult.STORED)
-
-    def late_write(self, write: Write) -> None:
-        """See `TierEvents`."""
-        with self._event():
-            self.counts.add("late_writes", self.config.tiers[write.tier].name)
-        _tell(write.waiters, False)
-
-    def opened(self, number: int) -> None:
-        """See `TierEvents`."""
-        with self._event() as index:
-            index.tier_opened(index.tiers[number])
-            self._measure(index, number)
-
-    def lost(self, number: int) -> None:
-        """See `TierEvents`."""
-        with self._event() as index:
-            index.set_up(index.tiers[number], False)
-            self.counts.add("opened_breakers", self.config.tiers[number].name)
-
-    def reset(self, number: int) -> None:
-        """See `TierEvents`."""
-        with self._event() as index:
-            index.reset_tier(index.tiers[number])
-
-    def learned(self, number: int, space: Space, found: Sequence[tuple[tuple[bytes, ...], bytes]]) -> None:
-        """A tier that cannot be listed holds chunks of those pages and parents."""
-        with self._event() as index:
-            for pages, parent in found:
-                index.learned(index.tiers[number], space, pages, parent)
-
-    def scanned(self, number: int, batch: Sequence[Stored]) -> None:
-        """See `TierEvents`."""
-        with self._event() as index:
-            index.scanned(index.tiers[number], batch)
-
-    # Time
+        self._loop.call(stop)
 
     async def _tick(self) -> None:
         while True:
             before = time.monotonic()
             await asyncio.sleep(TICK)
             self.lag = max(0.0, time.monotonic() - before - TICK)
-            with self._event() as index:
-                for runner in self.runners:
-                    self._measure(index, runner.number)
-                index.tick()
-
-    def _measure(self, index: Index, number: int) -> None:
-        """A backend's own word on its capacity goes before the configured one if it is smaller."""
-        tier, usage = index.tiers[number], self.runners[number].usage()
-        if usage is not None and usage.capacity is not None:
-            configured = tier.rules.capacity
-            tier.capacity = usage.capacity if configured is None else min(configured, usage.capacity)
-
-
-class _Locked:
-    """What `Node.locked` returns. Several times as fast as a generator, and stores call it for each chunk."""
-
-    __slots__ = ("_node",)
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-
-    def __enter__(self) -> Index:
-        node = self._node
-        node.mutex.acquire()
-        if node.closed:
-            node.mutex.release()
-            raise ClosedError("the node has been closed")
-        return node.index
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        node = self._node
-        out = node.take() if error is None else None
-        node.mutex.release()
-        if out:
-            node.hand_over(out)
+            self._reports.tick()
+            self._work()  # also what was left by a thread that was interrupted before it could wake us
 
 
 _nodes: weakref.WeakSet[Node] = weakref.WeakSet()
@@ -358,14 +260,9 @@ _nodes: weakref.WeakSet[Node] = weakref.WeakSet()
 def _leave_to_parent() -> None:
     """In a forked child: its copies of nodes have no threads, so they are closed, and their parent's go on."""
     for node in list(_nodes):
-        node.mutex = threading.Lock()  # another thread may have held it
-        node.closed = True
+        node.guard.mutex = threading.Lock()  # another thread may have held it
+        node.guard.refusal = CLOSED
+        node._closed = True
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def _tell(waiters: list[Callable[[bool], None]], outcome: bool) -> None:
-    for waiter in waiters:
-        waiter(outcome)
-    waiters.clear()

@@ -7,13 +7,15 @@ long) and is sent what came of it. `run` drives it on the caller's thread, `arun
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from lmcache_core.client import AHEAD, Client, Finished, Held, Model
+from lmcache_core.client import AHEAD, Client, Held, Model
+from lmcache_core.errors import ClosedError
 from lmcache_core.protocols import KVView
 
 T = TypeVar("T")
@@ -79,6 +81,10 @@ async def arun(operation: Operation[T]) -> T:
                     )
                 except TimeoutError:
                     answer = False
+                except asyncio.CancelledError:
+                    if not step.future.cancelled() or ((me := asyncio.current_task()) and me.cancelling()):
+                        raise
+                    answer = False  # the node is being closed
             step = operation.send(answer)
     except StopIteration as end:
         result: T = end.value
@@ -228,14 +234,16 @@ def store(
     storing = client.begin_store(model, keys, at, first_page, places)
     copied = 0
     started = time.perf_counter()
-    finished: Finished | None = None
     try:
         for room in storing.rooms:
             yield Copy(_gather(view, room.part.group, room.part.first, room.part.pages, room.target))
-            client.filled(room)
             copied += len(room.target)
-    finally:
-        finished = client.finish_store(storing)
+            client.filled(room)
+    except BaseException:  # whatever it is, what has been copied is kept and the rest given back
+        with contextlib.suppress(ClosedError):  # it must not hide what happened
+            client.finish_store(storing)
+        raise
+    finished = client.finish_store(storing)
     if copied:
         client.count("copied_bytes", "from_engine", copied)
         client.count("copy_seconds", "from_engine", time.perf_counter() - started)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 from lmcache_core.errors import BackendError
+from lmcache_core.guard import IndexGuard
 from lmcache_core.index import Space, tier_bit
 from lmcache_core.index.boundary import chunks_to_store
 from lmcache_core.protocols import ChunkKey, Scannable
@@ -24,34 +24,30 @@ Prompt = tuple[bytes, bytes, int]
 """Space, last page, and places that were asked."""
 
 
-class Asker(Protocol):
-    """The node on whose behalf tiers are asked."""
-
-    mutex: threading.Lock
-
-    @property
-    def runners(self) -> Sequence[TierRunner]:
-        """Its tiers."""
-        ...
-
-    def start(self, work: Coroutine[Any, Any, None]) -> Future[None]:
-        """Run a coroutine on its event loop."""
-        ...
-
-    def learned(self, number: int, space: Space, found: Sequence[tuple[tuple[bytes, ...], bytes]]) -> None:
-        """A tier holds chunks of those pages and parents."""
-        ...
-
-
 class Prober:
-    """Probes of one node."""
+    """Probes of one node.
 
-    def __init__(self, node: Asker) -> None:
-        self._node = node
+    Args:
+        guard: Its index.
+        runners: Its tiers.
+        start: Runs a coroutine on its event loop.
+        learned: Called with the number of a tier and the pages and parents of chunks that it holds.
+    """
+
+    def __init__(
+        self,
+        guard: IndexGuard,
+        runners: Sequence[TierRunner],
+        start: Callable[[Coroutine[Any, Any, None]], Future[None]],
+        learned: Callable[[int, Space, Sequence[tuple[tuple[bytes, ...], bytes]]], None],
+    ) -> None:
+        self._guard = guard
+        self._start = start
+        self._learned = learned
         self._asking: dict[Prompt, Future[None]] = {}
         self._fresh: dict[Prompt, float] = {}
         """Until when an answer is good, in order of answers."""
-        self._runners = [runner for runner in node.runners if not isinstance(runner.backend, Scannable)]
+        self._runners = [runner for runner in runners if not isinstance(runner.backend, Scannable)]
 
     def ask(self, spaces: Sequence[Space], keys: Sequence[bytes], first_page: int, places: int) -> Future[None] | None:
         """Ask for the chunks of `keys` behind `first_page`. Called under the node's mutex, on any thread. Returns what
@@ -62,7 +58,7 @@ class Prober:
         prompt = (spaces[0].digest, keys[-1], places)
         asking = self._asking.get(prompt)
         if asking is None and self._fresh.get(prompt, 0.0) <= time.monotonic():
-            asking = self._node.start(self._ask(prompt, runners, spaces, keys, first_page))
+            asking = self._start(self._ask(prompt, runners, spaces, keys, first_page))
             self._asking[prompt] = asking
         return asking
 
@@ -77,7 +73,7 @@ class Prober:
         try:
             await asyncio.gather(*(self._ask_tier(runner, spaces, keys, first_page) for runner in runners))
         finally:
-            with self._node.mutex:
+            with self._guard.mutex:
                 del self._asking[prompt]
                 self._fresh.pop(prompt, None)
                 self._fresh[prompt] = time.monotonic() + FRESH
@@ -92,7 +88,7 @@ class Prober:
                 for space in spaces:
                     await self._ask_space(runner, space, keys, first_page)
         except (BackendError, TimeoutError) as error:
-            runner.failed(error, "failed to look up")
+            runner.health.failed(error, "failed to look up")
 
     async def _ask_space(self, runner: TierRunner, space: Space, keys: Sequence[bytes], first_page: int) -> None:
         geometry = space.known
@@ -115,5 +111,5 @@ class Prober:
             for (first, pages), present in zip(chunks, held, strict=True)
             if present
         ]
-        self._node.learned(runner.number, space, found)
+        self._learned(runner.number, space, found)
         return held

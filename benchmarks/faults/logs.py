@@ -171,8 +171,9 @@ def _use(rng: random.Random, engine: Engine, prompts: Sequence[Prompt]) -> None:
         engine.retrieve(prompt)
     for prompt in rng.sample(prompts, 20):
         engine.stored(prompt)
-    with engine.cache.client.node.locked() as index:  # type: ignore[attr-defined]
-        index.tick()  # passes uses on to the tier
+    guard = engine.cache.client.node.guard  # type: ignore[attr-defined]
+    with guard.turn, guard.mutex:
+        guard.use().tick()  # passes uses on to the tier
     engine.cache.flush(10)
 
 

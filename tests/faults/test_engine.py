@@ -88,7 +88,9 @@ def test_what_is_evicted_between_lookup_and_retrieve_ends_the_prefix_exactly_the
         for left in (3, 1, 0):
             keys = engine.cache.prompt(prompt.tokens).keys
             space = engine.space
-            with engine.cache.client.node.locked() as index:  # type: ignore[attr-defined]
+            guard = engine.cache.client.node.guard  # type: ignore[attr-defined]
+            with guard.turn, guard.mutex:
+                index = guard.use()
                 entries = [index.spaces[space].chunks.get(key) for key in keys[left * CHUNK_PAGES :]]
                 index.evict([entry for entry in entries if entry is not None], -1)
             assert engine.retrieve(prompt) == left * CHUNK_PAGES
@@ -216,11 +218,12 @@ def test_a_lease_that_nobody_releases_ends_and_its_room_is_used() -> None:
         held, more = Prompt(0, 2 * CHUNK_PAGES), Prompt(1, 2 * CHUNK_PAGES)
         engine.store(held)
         cache = engine.cache
-        cache.client.hold(cache._model, cache.prompt(held.tokens).keys)
+        lease = cache.client.hold(cache._model, cache.prompt(held.tokens).keys)
         result = engine.store(more)
         assert result is not None
         assert result.stored == 0
         assert until(lambda: cache.stats().leases == 0, 5)
+        assert lease.pages == held.pages
         assert engine.count("expired_leases") == 1
         result = engine.store(more)
         assert result is not None

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.faults.campaign import until
 from benchmarks.faults.engine import CHUNK_PAGES, Engine, Prompt
 from lmcache_backends.cpu import CpuBackend, CpuOptions
-from lmcache_core import node, tier
+from lmcache_core import health, node
 from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, Stored, Usage, WriteResult
 from tests.faults.kit import an_engine
 from tests.node.shelf import Shelf
@@ -40,17 +40,30 @@ def hangs() -> Any:
     return asyncio.Event().wait()
 
 
+def stubborn() -> Any:
+    """Hangs and cannot be cancelled, then does its work."""
+
+
 class Hostile(Shelf):
     """Keeps chunks like a shelf, but for one verb while it is hostile."""
 
-    abortable = True
-
-    def __init__(self, verb: str, misbehave: Misbehaviour) -> None:
+    def __init__(self, verb: str, misbehave: Misbehaviour, *, abortable: bool = True) -> None:
         super().__init__()
-        self.verb, self.misbehave, self.hostile = verb, misbehave, False
+        self.verb, self.misbehave, self.hostile, self.abortable = verb, misbehave, False, abortable
+
+    async def stubborn(self) -> None:
+        """Hang, whoever cancels it, as a call into a kernel that waits for a dead server does."""
+        while self.hostile:
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
 
     async def _instead(self, verb: str) -> tuple[bool, Any]:
         if not (self.hostile and verb == self.verb):
+            return False, None
+        if self.misbehave is stubborn:
+            await self.stubborn()
             return False, None
         found = self.misbehave()
         return True, await found if asyncio.iscoroutine(found) else found
@@ -123,19 +136,19 @@ VERBS = ["open", "close", "read", "write", "delete", "touch", "describe", "scan"
 CASES = [
     *[(verb, raises(error)) for verb in VERBS for error in ERRORS if verb not in PLAIN or issubclass(error, Exception)],
     *[(verb, gives(value)) for verb in LIES for value in LIES[verb]],
-    *[(verb, hangs) for verb in VERBS if verb not in PLAIN],
+    *[(verb, how) for verb in VERBS if verb not in PLAIN for how in (hangs, stubborn)],
 ]
 
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier, "OPEN_TIMEOUT", 0.2)
+    monkeypatch.setattr(health, "OPEN_TIMEOUT", 0.2)
     monkeypatch.setattr(node, "CLOSE_TIMEOUT", 0.5)
 
 
 @pytest.mark.parametrize(("verb", "misbehave"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_it_costs_misses_and_the_tier_recovers(verb: str, misbehave: Misbehaviour) -> None:
-    backend = Hostile(verb, misbehave)
+    backend = Hostile(verb, misbehave, abortable=misbehave is not stubborn)
     with an_engine(backend, tiers=[{"read_timeout": 0.1, "write_timeout": 0.1}], lease_timeout=0.1) as engine:
         before = Prompt(0, 3 * CHUNK_PAGES)
         assert until(lambda: engine.stored(before), 10)  # its deadline is short, the machine may be busy
@@ -153,7 +166,7 @@ def test_it_costs_misses_and_the_tier_recovers(verb: str, misbehave: Misbehaviou
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_at_the_start_as_well(verb: str, misbehave: Misbehaviour) -> None:
-    backend = Hostile(verb, misbehave)
+    backend = Hostile(verb, misbehave, abortable=misbehave is not stubborn)
     backend.hostile = True
     with an_engine(backend, tiers=[{"read_timeout": 0.1, "write_timeout": 0.1}], lease_timeout=0.1) as engine:
         use(engine, Prompt(0, 3 * CHUNK_PAGES))

@@ -96,7 +96,7 @@ def test_what_one_thread_decides_while_another_lets_go_is_done_once(verb: str) -
             assert engine.stored(prompt)
             engine.cache.clear(["cpu"])
         node = engine.cache.client.node  # type: ignore[attr-defined]
-        node.mutex = between = Between(node.mutex)
+        node.guard.mutex = between = Between(node.guard.mutex)
         between.then = (lambda: engine.stored(prompt)) if verb == "write" else (lambda: engine.retrieve(prompt))
         engine.cache.lookup(Prompt(1, 1).tokens)
         assert engine.cache.flush(10)

@@ -1,0 +1,73 @@
+"""Calls of a backend's verbs: what a plugin raises becomes `BackendError`, and what it lets hang is kept track of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from lmcache_core.errors import BackendError, ConfigError
+from lmcache_core.protocols import Abortable, StorageBackend
+
+T = TypeVar("T")
+
+
+class BackendCalls:
+    """Calls of one backend. Runs on the event loop."""
+
+    def __init__(self, backend: StorageBackend, name: str) -> None:
+        self.abortable = isinstance(backend, Abortable) and backend.abortable
+        self._name = name
+        self._hanging: set[asyncio.Task[Any]] = set()
+
+    @property
+    def hanging(self) -> int:
+        """Calls that nobody waits for any more and that have not ended."""
+        return len(self._hanging)
+
+    async def call(self, work: Coroutine[Any, Any, T], limit: float) -> T:
+        """Await a verb that uses memory of the caller: to its end, or where it can be aborted at most `limit` seconds.
+
+        Raises:
+            BackendError: It failed, in whatever way.
+            ConfigError: The backend's options can never work.
+            TimeoutError: It took too long.
+        """
+        try:
+            async with asyncio.timeout(limit if self.abortable else None):
+                return await work
+        except (BackendError, ConfigError, TimeoutError):
+            raise
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise BackendError(f"backend {self._name} cancelled itself") from error
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            # A plugin may raise anything: that must cost no more than a failed operation, and end no event loop.
+            raise BackendError(f"backend {self._name} raised {type(error).__name__}: {error}") from error
+
+    async def bounded(self, work: Coroutine[Any, Any, T], limit: float) -> T:
+        """Await a verb that uses no memory of the caller for at most `limit` seconds, even if it cannot be cancelled:
+        then it is left behind, as one more that is hanging.
+
+        Raises:
+            BackendError: It failed, in whatever way.
+            ConfigError: The backend's options can never work.
+            TimeoutError: It took too long.
+        """
+        task = asyncio.create_task(self.call(work, limit))
+        task.add_done_callback(self._ended)
+        try:
+            await asyncio.wait([task], timeout=limit)
+        finally:
+            if not task.done():
+                self._hanging.add(task)
+                task.cancel()
+        if not task.done():
+            raise TimeoutError
+        return task.result()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._hanging.discard(task)
+        if not task.cancelled():
+            task.exception()  # counts as seen, also when nobody waits any more

@@ -1,0 +1,176 @@
+"""Whether a tier can be used: opening its backend, noting its failures, leaving it alone and coming back to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from lmcache_core.breaker import Breaker
+from lmcache_core.calls import BackendCalls
+from lmcache_core.config import TierConfig
+from lmcache_core.errors import BackendError, ConfigError
+from lmcache_core.events import TierEvents
+from lmcache_core.protocols import CountsEvents, ReportsUsage, Scannable, StorageBackend, Usage
+from lmcache_core.ratelog import RateLog
+
+OPEN_TIMEOUT = 30.0
+"""Seconds that opening a backend and listing what it holds may take together."""
+CLOSE_TIMEOUT = 5.0
+"""Seconds that closing it before it is opened again may take."""
+
+
+class TierHealth:
+    """Of one tier. Runs on the event loop.
+
+    Args:
+        number: Which tier it is.
+        config: Its settings.
+        backend: Its backend.
+        events: Whom to tell.
+        log: For faults.
+        busy: Whether anything is under way that must end before the backend can be closed.
+        stopped: Called when the tier cannot be used any more.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        config: TierConfig,
+        backend: StorageBackend,
+        events: TierEvents,
+        log: RateLog,
+        busy: Callable[[], bool],
+        stopped: Callable[[], None],
+    ) -> None:
+        self.up = False
+        self.quarantined = 0
+        """Bytes of slots whose I/O is past its deadline."""
+        self.calls = BackendCalls(backend, config.backend)
+        self._number = number
+        self._config = config
+        self._backend = backend
+        self._events = events
+        self._log = log
+        self._busy = busy
+        self._stopped = stopped
+        self._breaker = Breaker(config.breaker.failures, config.breaker.cooldown, config.breaker.max_cooldown)
+        self._recovering: asyncio.Task[None] | None = None
+        self._attempt = 0
+
+    async def open(self) -> None:
+        """Open the backend and learn what it holds. A medium that cannot be used now is tried again later.
+
+        Raises:
+            ConfigError: Its options can never work.
+        """
+        try:
+            await self._open()
+        except ConfigError:
+            raise
+        except (BackendError, TimeoutError) as error:
+            self.failed(error, "cannot be opened")
+            self.trip()
+
+    async def _open(self) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + OPEN_TIMEOUT
+        self._attempt += 1
+        await self.calls.bounded(self._backend.open(), OPEN_TIMEOUT)
+        self._events.reset(self._number)
+        if isinstance(self._backend, Scannable):
+            await self.calls.bounded(self._scan(self._backend, self._attempt), until - loop.time())
+        self.up = True
+        self._events.opened(self._number)
+
+    async def _scan(self, backend: Scannable, attempt: int) -> None:
+        async for batch in backend.scan():
+            if attempt != self._attempt or self.up:
+                return  # it was given up, and what it tells is old
+            self._events.scanned(self._number, batch)
+
+    async def close(self, seconds: float) -> None:
+        """Close the backend, in at most so many seconds, for good."""
+        self.stop()
+        if self._recovering is not None:
+            self._recovering.cancel()
+            await asyncio.wait([self._recovering], timeout=seconds)
+        try:
+            await self.calls.bounded(self._backend.close(), seconds)
+        except (BackendError, ConfigError, TimeoutError) as error:
+            self._log.warning("close", "tier %s: could not be closed: %s", self._config.name, error or "timed out")
+
+    def stop(self) -> None:
+        """Use the tier no more."""
+        self.up = False
+        self._attempt += 1
+        self._stopped()
+
+    def succeeded(self) -> None:
+        """Note a success of the backend."""
+        self._breaker.succeeded()
+
+    def failed(self, error: Exception, what: str) -> None:
+        """Note a failure of the backend; enough of them in a row open the breaker."""
+        self._log.warning(what, "tier %s %s: %s", self._config.name, what, error or type(error).__name__)
+        if self._breaker.failed():
+            self._down()
+
+    def quarantine(self, nbytes: int) -> None:
+        """Slots of so many bytes are in use past their deadline; too many of them open the breaker."""
+        self.quarantined += nbytes
+        if self.quarantined > self._config.quarantine:
+            self.trip()
+
+    def release(self, nbytes: int) -> None:
+        """Slots of so many bytes that were in quarantine are in use no more."""
+        self.quarantined -= nbytes
+
+    def trip(self) -> None:
+        """Open the breaker at once."""
+        if self._breaker.trip():
+            self._down()
+
+    def _down(self) -> None:
+        self._log.warning(
+            "down", "tier %s is left alone until it can be opened again; its chunks are misses", self._config.name
+        )
+        self._events.lost(self._number)
+        self.stop()
+        self._recovering = asyncio.get_running_loop().create_task(self._recover())
+
+    async def _recover(self) -> None:
+        while self._breaker.open:
+            await asyncio.sleep(self._breaker.next_probe())
+            if self.quarantined or self.calls.hanging or self._busy():
+                continue  # what hangs there must end before the backend can be closed
+            try:
+                await self.calls.bounded(self._backend.close(), CLOSE_TIMEOUT)
+                await self._open()
+            except (BackendError, ConfigError, TimeoutError) as error:
+                self._log.warning("recover", "tier %s is still down: %s", self._config.name, error or "timed out")
+            else:
+                self._breaker.close()
+                self._log.info("tier %s is back", self._config.name)
+
+    def usage(self) -> Usage | None:
+        """What the backend holds, if it tells."""
+        if not self.up or not isinstance(self._backend, ReportsUsage):
+            return None
+        try:
+            usage = self._backend.usage()
+            if usage.capacity is not None and usage.capacity < 0:
+                raise ValueError(f"a capacity of {usage.capacity}")
+            return usage
+        except Exception as error:  # noqa: BLE001 a plugin may raise anything: that must not stop the node's clock
+            self._log.warning("usage", "tier %s cannot tell its usage: %s", self._config.name, error)
+            return None
+
+    def counters(self) -> Mapping[str, int]:
+        """What the backend counts, if it does."""
+        if not isinstance(self._backend, CountsEvents):
+            return {}
+        try:
+            return self._backend.counters()
+        except Exception as error:  # noqa: BLE001 a plugin may raise anything: that must not hide other figures
+            self._log.warning("counters", "tier %s cannot tell its counters: %s", self._config.name, error)
+            return {}
