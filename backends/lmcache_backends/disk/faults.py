@@ -6,11 +6,14 @@ import errno
 
 from lmcache_core.errors import BackendError
 
-__all__ = ["FULL", "failed"]
+__all__ = ["FULL", "ODD", "failed"]
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors that mean that there is no room, which is an outcome and no failure."""
+ODD = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EPERM})
+"""Errors of a file that is none of ours: somebody put it there, or changed whose it is."""
 
+_IN_THE_WAY = "something that is no file is in the way; remove it or choose another path"
 _GONE = "it was removed or unmounted; put it back, the tier tries again by itself"
 _ADVICE = {
     errno.EROFS: "the file system is read-only; look for errors of the drive in dmesg, then remount it",
@@ -18,6 +21,8 @@ _ADVICE = {
     errno.ESTALE: _GONE,
     errno.ENODEV: _GONE,
     errno.ENOTDIR: "something that is no directory is in the way; remove it or choose another path",
+    errno.EISDIR: _IN_THE_WAY,
+    errno.ENXIO: _IN_THE_WAY,
     errno.EACCES: "let this user write there, or choose another path",
     errno.EPERM: "let this user write there, or choose another path",
     errno.ELOOP: "a symbolic link is in the way; remove it or choose another path",
@@ -33,5 +38,7 @@ _ADVICE = {
 
 def failed(error: OSError, path: str) -> BackendError:
     """The error to raise for `error`, met while working on `path`."""
+    if error.errno in ODD and isinstance(error.filename, str):
+        path = error.filename
     advice = _ADVICE.get(error.errno or 0, "look in dmesg, or choose another path")
     return BackendError(f"disk: {path}: {error.strerror or error}; {advice}")

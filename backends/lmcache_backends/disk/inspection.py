@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lmcache_backends.disk.faults import failed
+from lmcache_backends.disk.faults import ODD, failed
+from lmcache_backends.disk.files import open_file
 from lmcache_backends.disk.locks import Locked, is_locked, lock_text, locked_files
 from lmcache_backends.disk.manifests import read_manifests
 from lmcache_backends.disk.replay import Replay, replay_log
@@ -49,7 +50,7 @@ class InspectedShard(NamedTuple):
     entries: tuple[InspectedEntry, ...]
     """Least recently used first."""
     readable: bool = True
-    """Whether this version understands its log; if not, nothing is known of what lies in it."""
+    """Whether its log is one that this version understands; if not, nothing is known of what lies in it."""
 
 
 class Inspected(NamedTuple):
@@ -84,7 +85,12 @@ def inspect_path(path: str | os.PathLike[str]) -> Inspected:
 
 
 def _inspect_shard(path: str, held: Locked | None) -> InspectedShard:
-    readable = is_readable(path)
+    try:
+        readable = is_readable(path)
+    except OSError as error:
+        if error.errno not in ODD:
+            raise
+        readable = False
     if readable:
         sizes, replay, damaged = _replayed(path)
     else:
@@ -94,9 +100,14 @@ def _inspect_shard(path: str, held: Locked | None) -> InspectedShard:
         for entry in sorted(replay.by_key.values(), key=lambda entry: entry.epoch)
     )
     owner, locked = "", None
-    with contextlib.suppress(FileNotFoundError):
+    try:
         owner = lock_text(os.path.join(path, LOCK))
         locked = None if held is None else is_locked(os.path.join(path, LOCK), held)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno not in ODD:
+            raise
     nbytes, name = sum(sizes.values()), os.path.basename(path)
     return InspectedShard(name, owner, locked, nbytes, damaged, replay.lost, entries, readable)
 
@@ -107,7 +118,7 @@ def _replayed(path: str) -> tuple[dict[int, int], Replay, int]:
     for _ in range(_LOOKS):
         sizes = segment_sizes(path)
         try:
-            fd = os.open(os.path.join(path, LOG), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = open_file(os.path.join(path, LOG), os.O_RDONLY)
         except FileNotFoundError:  # its owner is just making it, or removing it
             return sizes, Replay(sizes), 0
         try:

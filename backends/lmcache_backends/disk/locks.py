@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 
-from lmcache_backends.disk.files import close_quietly
+from lmcache_backends.disk.files import close_quietly, open_file
 
 __all__ = ["WAIT", "FileLock", "Locked", "is_locked", "lock_text", "locked_files"]
 
@@ -36,7 +36,7 @@ class FileLock:
         Raises:
             OSError: It cannot be opened.
         """
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -87,7 +87,7 @@ def lock_text(path: str) -> str:
     Raises:
         OSError: It cannot be read.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = open_file(path, os.O_RDONLY)
     try:
         return os.pread(fd, 256, 0).decode("ascii", "replace")
     finally:
@@ -111,7 +111,7 @@ def is_locked(path: str, locked: Locked) -> bool | None:
     Raises:
         OSError: It cannot be opened.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = open_file(path, os.O_RDONLY)
     try:
         inode = os.fstat(fd).st_ino
         # Not st_dev: each subvolume of btrfs has one of its own, which is not the one that locks are listed under.

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Iterable
 
-from lmcache_backends.disk.files import close_quietly, lengthen, sync_directory
+from lmcache_backends.disk.files import close_quietly, lengthen, open_file, sync_directory
 from lmcache_backends.disk.records import HEAD
 
 __all__ = ["NEW", "Log", "Rewrite"]
@@ -36,7 +36,7 @@ class Log:
     def __init__(self, path: str, seed: int) -> None:
         """Open or create the file. Read it before anything is appended."""
         self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._fd = open_file(path, os.O_RDWR | os.O_CREAT)
         status = os.fstat(self._fd)
         self._identity = (status.st_dev, status.st_ino)
         self._allocated = status.st_size
@@ -142,7 +142,7 @@ class Rewrite:
 
     def fill(self, live: Iterable[bytes]) -> None:
         """Write `live`, the records to keep, and wait until the drive has them."""
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._fd = open_file(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         pending, size = [HEAD], len(HEAD)
         for record in live:
             pending.append(record)

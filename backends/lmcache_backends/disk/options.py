@@ -55,6 +55,13 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise InvalidSetting(("path",), "disk: path is empty; write the directory that shall hold the cache")
         found = [os.path.normpath(os.path.join(os.sep, os.path.expanduser(path))) for path in written]
         for path in written:
+            try:
+                possible = b"\0" not in os.fsencode(path)
+            except UnicodeEncodeError:
+                possible = False
+            if not possible:
+                problem = f"disk: path {path!r} has a character that no name of a file can have; write it without"
+                raise InvalidSetting(("path",), problem)
             if not os.path.isabs(os.path.expanduser(path)):
                 raise InvalidSetting(("path",), f"disk: path {path!r} must be absolute; write it from / on")
         if len(set(found)) < len(found):

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Literal
 
-from lmcache_backends.disk.files import close_quietly, lengthen, sync_directory
+from lmcache_backends.disk.files import close_quietly, lengthen, open_file, sync_directory
 from lmcache_backends.disk.options import UNIT
 from lmcache_core.extents import ExtentAllocator
 
@@ -52,7 +52,7 @@ class Segment:
         self.lost = False
         """Nothing new may be put into it."""
         self._failures = 0
-        self._buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._buffered = open_file(path, os.O_RDWR)
         self._direct = -1
         try:
             self.size = os.fstat(self._buffered).st_size // UNIT * UNIT

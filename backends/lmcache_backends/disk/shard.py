@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import zlib
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from lmcache_backends.disk import records
+from lmcache_backends.disk.files import open_file
 from lmcache_backends.disk.locks import FileLock
 from lmcache_backends.disk.log import NEW, Log
 from lmcache_backends.disk.options import UNIT
@@ -197,10 +199,12 @@ def is_readable(path: str) -> bool:
     """Whether the shard at `path` has a log that this version understands, or none at all.
 
     Raises:
-        OSError: It cannot be told.
+        OSError: It cannot be told; `ODD` if something else is in the log's place.
     """
+    if os.path.isdir(os.path.join(path, LOG + NEW)):
+        raise OSError(errno.EISDIR, "is no file", os.path.join(path, LOG + NEW))
     try:
-        fd = os.open(os.path.join(path, LOG), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_file(os.path.join(path, LOG), os.O_RDONLY)
     except FileNotFoundError:
         return True
     try:
@@ -255,7 +259,7 @@ def remove_shard(path: str) -> None:
     for number in segment_sizes(path):
         os.unlink(segment_path(path, number))
     for name in (LOG + NEW, LOG, LOCK):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(os.path.join(path, name))
-    with contextlib.suppress(OSError):  # somebody's own file in it
+    with contextlib.suppress(OSError):  # something of somebody's own in it
         os.rmdir(path)

@@ -19,7 +19,7 @@ NAMES = (
     "segments_taken",
     "shards_adopted",  # left by processes that have ended
     "shards_evicted",  # the same, removed to make room
-    "shards_unreadable",  # left by another version with logs of another format
+    "shards_unreadable",  # with logs of another version's format, or files that are not what they should be
     "values_damaged",  # reads that found a file too short, or not the value that was written there
 )
 

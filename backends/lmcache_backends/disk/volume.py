@@ -22,7 +22,8 @@ import stat
 import threading
 from typing import NamedTuple
 
-from lmcache_backends.disk.faults import FULL
+from lmcache_backends.disk.faults import FULL, ODD
+from lmcache_backends.disk.files import file_system
 from lmcache_backends.disk.locks import WAIT, FileLock, lock_text
 from lmcache_backends.disk.manifests import remove_temporary, write_manifest
 from lmcache_backends.disk.options import UNIT, DiskOptions
@@ -38,11 +39,17 @@ from lmcache_backends.disk.shard import (
     shard_names,
 )
 from lmcache_backends.disk.tally import Tally
+from lmcache_core.config import InvalidSetting
 
 __all__ = ["Place", "Volume"]
 
 _log = logging.getLogger(__name__)
 
+_NO_DISKS = frozenset(
+    {"bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "mqueue", "proc", "pstore", "securityfs", "sysfs"}
+    | {"tracefs"}
+)
+"""File systems that only show what the kernel has."""
 PATIENCE = 2.0
 """Seconds that an I/O thread waits for the node's lock. The tier has few threads, and reads want them too."""
 
@@ -69,7 +76,7 @@ class Place(NamedTuple):
 
 
 class Volume:
-    """A path and the shards this owner holds there. Everything raises `OSError`."""
+    """A path and the shards this owner holds there. Everything raises `OSError`; `open` also `ConfigError`."""
 
     def __init__(self, path: str, options: DiskOptions, owner: str, tally: Tally, lock: threading.Lock) -> None:
         """`lock` is the owner's: it guards what the shards have in memory."""
@@ -93,16 +100,20 @@ class Volume:
     def open(self) -> list[tuple[Shard, dict[tuple[bytes, bytes], Entry]]]:
         """Adopt what others left, or start afresh. What lies in each shard, by key."""
         self._make()
-        unreadable = []
+        unreadable: list[str] = []
+        odd: list[str] = []
         with FileLock.wait(self._node, WAIT):
             self._tally.add("orphans_removed", remove_temporary(self.path))
             for name in shard_names(self.path):
                 path = os.path.join(self.path, name)
-                if (lock := FileLock.attempt(os.path.join(path, LOCK))) is not None:
-                    if self._claim(path, lock):
-                        continue
-                    lock.release()
-                    unreadable.append(name)
+                try:
+                    lock = FileLock.attempt(os.path.join(path, LOCK))
+                    if lock is not None and not self._claim(path, lock):
+                        unreadable.append(name)
+                except OSError as error:
+                    if error.errno not in ODD:
+                        raise
+                    odd.append(f"{error.filename or path}: {error.strerror}")
             self._tally.add("shards_adopted", len(self.shards))
             if not self.shards:
                 path = os.path.join(self.path, secrets.token_hex(8))
@@ -110,8 +121,15 @@ class Volume:
                 lock = FileLock.attempt(os.path.join(path, LOCK))
                 assert lock is not None, "nobody else knows this file yet"
                 self._claim(path, lock)
+        self._tally.add("shards_unreadable", len(unreadable) + len(odd))
+        if odd:
+            _log.warning(
+                "disk: %s: shards are left alone, since files in them are not what they should be; remove them, or see "
+                "to it that they can be used: %s",
+                self.path,
+                ", ".join(odd),
+            )
         if unreadable:
-            self._tally.add("shards_unreadable", len(unreadable))
             _log.warning(
                 "disk: %s: another version of this software wrote %s; what is in them cannot be read, and is removed "
                 "when its room is needed",
@@ -131,11 +149,22 @@ class Volume:
 
     def _make(self) -> None:
         """Make the directory, unless it is there. If it cannot even be looked at, say why not."""
+        if (kind := file_system(self.path)) in _NO_DISKS:
+            raise self._impossible(f"is on {kind}, which keeps no files; write a directory on a drive")
         try:
             os.makedirs(self.path, mode=0o700)
         except FileExistsError:
             if not stat.S_ISDIR(os.stat(self.path).st_mode):
-                raise NotADirectoryError(errno.ENOTDIR, "is no directory", self.path) from None
+                raise self._impossible("is no directory; write one, or remove what is there") from None
+        except NotADirectoryError:
+            raise self._impossible("leads through a file; write a directory, or remove that file") from None
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise self._impossible("is too long for a file system; write a shorter one") from None
+            raise
+
+    def _impossible(self, problem: str) -> InvalidSetting:
+        return InvalidSetting(("path",), f"disk: path {self.path} {problem}")
 
     def close(self) -> None:
         """Let go of the shards. Idempotent."""
@@ -239,14 +268,20 @@ class Volume:
             path = os.path.join(self.path, name)
             if path in mine:
                 continue
-            size = sum(segment_sizes(path).values())
-            nbytes += size
-            to_come += bytes_to_come(path)
-            lock = FileLock.attempt(os.path.join(path, LOCK))
-            if lock is None:
-                owners.add(lock_text(os.path.join(path, LOCK)) or name)
-            else:
-                lock.release()
+            try:
+                size = sum(segment_sizes(path).values())
+                nbytes += size
+                to_come += bytes_to_come(path)
+                lock = FileLock.attempt(os.path.join(path, LOCK))
+                if lock is None:
+                    owners.add(lock_text(os.path.join(path, LOCK)) or name)
+                    continue
+            except OSError as error:
+                if error.errno not in ODD:
+                    raise
+                continue  # nobody can tell whether it is anybody's
+            lock.release()
+            if size:
                 left[path] = size
         return _Others(nbytes, to_come, len(owners), left)
 
@@ -276,6 +311,7 @@ class Volume:
             lock.release()
             raise
         if not readable:
+            lock.release()
             return False
         self.shards.append(Shard(path, lock, self._options.direct, self._tally))
         with contextlib.suppress(OSError):  # a full disk can still be read

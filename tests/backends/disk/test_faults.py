@@ -14,7 +14,7 @@ import pytest
 
 from lmcache_backends.disk import DiskBackend, backend
 from lmcache_backends.disk.store import Store
-from lmcache_core.errors import BackendError, ClosedError
+from lmcache_core.errors import BackendError, ClosedError, ConfigError
 from lmcache_core.protocols import ReadResult, WriteResult
 from lmcache_core.testing import aligned_buffer
 from tests.backends.disk.kit import (
@@ -145,7 +145,7 @@ async def test_a_path_that_cannot_be_used_says_so_and_works_when_it_can(tmp_path
     in_the_way.write_text("not a directory")
     tier = DiskBackend(options(in_the_way))
     for _ in range(2):
-        with pytest.raises(BackendError, match=f"disk: {in_the_way}: is no directory; .* remove it"):
+        with pytest.raises(ConfigError, match=f"disk: path {in_the_way} is no directory; .* remove what is there"):
             await tier.open()
     with pytest.raises(ClosedError):
         await tier.contains([])

@@ -60,6 +60,8 @@ def test_segments_fit_the_capacity(capacity: int, segment: int) -> None:
         ({"capacity": 100}, "holds nothing"),
         ({"segment": 10}, "segment 10B is too small"),
         ({"path": ["/a", "b"]}, "'b' must be absolute"),
+        ({"path": "/a\0b"}, r"'/a\\x00b' has a character that no name of a file can have"),
+        ({"path": ["/a", "/b\ud800"]}, r"'/b\\ud800' has a character that no name of a file can have"),
         ({"min_free": "lots"}, "write 20GiB or 5%"),
         ({"min_free": "100%"}, "write 20GiB or 5%"),
     ],
