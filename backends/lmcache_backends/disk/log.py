@@ -59,9 +59,10 @@ class Log:
         return self._fd
 
     def resume(self, end: int, torn: bool) -> None:
-        """Go on behind the last good record, `end`. What follows is zeros, or is cut off if it is `torn`."""
+        """Go on behind the last good record, `end`. What follows is zeros; it is cut off if it is `torn`, or
+        more than we put there."""
         self.end = end
-        if torn:
+        if torn or self._allocated > end + 2 * _STEP:  # more than we lengthen it by: a hole, no room of its own
             os.ftruncate(self._fd, end)
             self._allocated = end
         with contextlib.suppress(OSError):  # it is tried again by each append

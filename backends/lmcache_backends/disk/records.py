@@ -18,6 +18,7 @@ one. Another format has another magic, so where the beginning of a log is damage
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import zlib
@@ -179,3 +180,20 @@ class Reader:
                 self.torn = dirty or bool(window[at:].strip(b"\0"))
                 return
             base += at
+            if gap:  # by now so large a one that it may be a hole, and the file be longer than any drive
+                following = self._data(base)
+                if following < 0:
+                    self.torn = dirty
+                    return
+                base = following
+
+    def _data(self, base: int) -> int:
+        """Where bytes follow that may be others than zero; -1 if nowhere."""
+        try:
+            return os.lseek(self._fd, base, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return -1
+            if error.errno == errno.EINVAL:  # the file system cannot tell
+                return base
+            raise

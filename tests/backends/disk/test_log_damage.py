@@ -364,3 +364,38 @@ def test_zeros_amid_the_log_are_damage(tmp_path: Path) -> None:
         assert store.count("log_records_damaged") == 1
         assert order(store) == [c.key for i, c in enumerate(chunks) if i not in lost]
         assert_holds(store, *[c for i, c in enumerate(chunks) if i not in lost])
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_log_longer_than_any_drive_is_read_where_it_has_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: bool
+) -> None:
+    with opened(tmp_path) as store:
+        fill(store, chunk(0), chunk(1))
+    log = shard_in(tmp_path) / "log"
+    content = log.read_bytes()
+    (start, end) = list(spans(content))[-1]
+    with log.open("r+b") as file:
+        file.truncate(1 << 40)
+        if behind:
+            file.seek(start)
+            file.write(bytes(end - start))
+            file.seek((1 << 39) + 777)
+            file.write(content[start:end])
+    reads = 0
+    pread = os.pread
+
+    def counted(*args: Any) -> bytes:
+        nonlocal reads
+        reads += 1
+        assert reads < 50
+        return pread(*args)
+
+    monkeypatch.setattr(os, "pread", counted)
+    assert len(list(inspect_path(tmp_path).entries())) == 2
+    with opened(tmp_path) as store:
+        assert_holds(store, chunk(0), chunk(1))
+        assert store.count("log_records_damaged") == behind
+        assert store.count("log_tails_cut") == 0
+    assert log.stat().st_size < 2 * MIB
+    assert log.stat().st_blocks * 512 >= 256 * KIB, "it has room of its own again"
