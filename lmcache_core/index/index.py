@@ -195,7 +195,8 @@ class Index(Loading):
         if key in space.staged:
             plan.present += pages
             return
-        chained = space.known.kind is GroupKind.FULL
+        geometry = space.known
+        chained = geometry.kind is GroupKind.FULL
         if first < plan.first_page or (chained and first and not self._has_parent(space, keys[first - 1])):
             plan.dropped += pages
             self.counts.add("dropped_chunks", Refusal.NO_PARENT.value)
@@ -211,7 +212,7 @@ class Index(Loading):
             self.counts.add("dropped_chunks", Refusal.POOL_FULL.value)
             return
         space.staged[key] = made
-        plan.reservations.append(Reservation(made, slot, group, first, set(range(space.known.shards))))
+        plan.reservations.append(Reservation(made, slot, group, first, set(range(geometry.shards))))
         plan.touched.append(made)
 
     def _has_parent(self, space: Space, key: bytes) -> bool:

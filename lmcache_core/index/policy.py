@@ -37,6 +37,10 @@ class Policy(Protocol):
         its place, and stops when it has enough. Ends after having offered every entry that is left once."""
         ...
 
+    def defer(self, entry: Entry) -> None:
+        """The entry just offered cannot go for long: from now on it is offered after all others."""
+        ...
+
     def put_back(self, entries: Sequence[Entry]) -> None:
         """Entries that were offered and discarded, in that order, stay after all: they are the next to be offered."""
         ...
@@ -66,13 +70,30 @@ class Lru:
 
     def candidates(self) -> Iterator[Entry]:
         """See `Policy`."""
-        kept, size = 0, 1
-        while batch := list(islice(self._order, kept, kept + size)):
+        order = self._order
+        left = len(order)
+        while left:  # mostly the first may go
+            entry = next(iter(order), None)
+            if entry is None:
+                return
+            left -= 1
+            yield entry
+            if next(iter(order), None) is entry:
+                break
+        kept = 1
+        while batch := list(islice(order, kept, kept + min(_BATCH, left))):
+            left -= len(batch)
             for entry in batch:
-                if entry in self._order:  # it may have gone in the place of one before it
-                    yield entry
-                kept += entry in self._order
-            size = min(2 * size, _BATCH)  # mostly the first may go
+                if entry not in order:  # it has gone in the place of one before it
+                    continue
+                last = next(reversed(order)) is entry
+                yield entry
+                if entry in order and (last or next(reversed(order)) is not entry):
+                    kept += 1  # neither discarded nor deferred
+
+    def defer(self, entry: Entry) -> None:
+        """See `Policy`."""
+        self._order.move_to_end(entry)
 
     def put_back(self, entries: Sequence[Entry]) -> None:
         """See `Policy`."""
@@ -152,6 +173,9 @@ class S3Fifo:
             if entry in queue:  # it may not go now: let those behind it come up
                 queue.move_to_end(entry)
                 kept.add(entry)
+
+    def defer(self, entry: Entry) -> None:
+        """See `Policy`. Whatever is offered and stays is behind the others then."""
 
     def put_back(self, entries: Sequence[Entry]) -> None:
         """See `Policy`."""

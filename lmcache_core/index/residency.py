@@ -22,6 +22,9 @@ from lmcache_core.protocols import ChunkKey, WriteResult
 MOST_SKIPPED = 256
 """Candidates that may be passed over in one search for room: a search must end soon even if everything is held."""
 
+MOST_PINNED = 4096
+"""Pinned ones that may be passed over. They go behind the others, so that later searches don't meet them."""
+
 MOST_SHED = 4096
 """Chunks that leave a tier at once because its capacity has become smaller: the mutex is held meanwhile."""
 
@@ -231,9 +234,15 @@ class Residency:
 
     def _victims(self, tier: TierState) -> Iterator[Entry]:
         """Chunks that may leave a tier, in order. Each has left the order of eviction when it is given."""
-        skipped = 0
+        skipped, pinned = 0, 0
         given: set[Entry] = set()
         for candidate in tier.candidates():
+            if candidate.pins:
+                tier.policy.defer(candidate)
+                pinned += 1
+                if pinned > MOST_PINNED:
+                    return
+                continue
             entry = self._tier_victim(tier, candidate)
             if entry is not None and entry not in given:
                 tier.policy.discard(entry)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from lmcache_core.index import POOL, Entry, TierRules, tier_bit
-from lmcache_core.index.decisions import Delete, Load, Read, Touch, Write
-from lmcache_core.index.policy import Lru, S3Fifo
+from lmcache_core.index.decisions import Delete, Lease, Load, Read, Touch, Write
+from lmcache_core.index.policy import Lru, PolicyName, S3Fifo
+from lmcache_core.index.residency import MOST_SKIPPED
 from lmcache_core.protocols import ChunkKey, ReadResult, Stored, WriteResult
 from tests.index.world import World, content, fill, prompt
 
@@ -540,3 +543,76 @@ def test_nonsense_that_a_tier_tells_of_its_chunks_ends_no_search_for_room() -> N
         world.run()
     assert world.pages(abc("iiii"), DISK) == 4
     assert world.index.tiers[0].used <= 4 * size
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_many_pinned_chunks_do_not_keep_a_tier_from_making_room(policy: PolicyName) -> None:
+    """They are the first to be looked at, and there are more of them than a search passes over."""
+    size = World(1).chunk_bytes
+    count = MOST_SKIPPED + 50
+    world = World(4, [TierRules("disk", capacity=(count + 2) * size, policy=policy)])
+    space = world.spaces[0]
+    pages = [prompt(*[f"{number} {page}" for page in range(4)]) for number in range(count)]
+    world.index.scanned(
+        world.index.tiers[0], [Stored(ChunkKey(space.digest, keys[-1]), tuple(keys), size, b"") for keys in pages]
+    )
+    world.index.pin(space.chunks.values())
+    for name in "abcdefgh":
+        world.store(abc(name * 4))
+        world.run()
+        assert world.pages(abc(name * 4), DISK) == 4
+    assert all(world.pages(keys, DISK) == 4 for keys in pages)
+    assert world.index.counts.get("evicted_chunks", "disk") == 6
+
+
+def test_everything_pinned_is_a_search_that_ends() -> None:
+    size = World(1).chunk_bytes
+    world = World(4, [TierRules("disk", capacity=3 * size)])
+    for name in "abc":
+        world.store(abc(name * 4))
+        world.run()
+    world.index.pin(list(world.spaces[0].chunks.values()))
+    world.store(abc("dddd"))
+    assert world.pending == []
+    assert world.index.counts.get("dropped_chunks", "tier_full") == 1
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["lease", "lease", "release", "consume", "wait"]), st.integers(0, 9)), max_size=40
+    )
+)
+@settings(max_examples=200, deadline=None)
+def test_leases_end_by_release_or_by_time_and_each_once(steps: list[tuple[str, int]]) -> None:
+    """Against a list: a chunk is held as often as there are leases of it that have neither ended nor used it up."""
+    world = World(4, lease_timeout=10)
+    world.store(abc("aaaabbbbcccc"))
+    prompts = [abc("aaaa"), abc("aaaabbbb"), abc("aaaabbbbcccc")]
+    leases: list[Lease] = []
+    ends: list[float] = []
+    used: list[int] = []
+    for what, number in steps:
+        if what == "lease":
+            leases.append(world.index.lease(world.find(prompts[number % 3])))
+            ends.append(world.now + 10)
+            used.append(0)
+        elif what == "wait":
+            world.now += number
+            world.index.tick()
+        elif leases and what == "release":
+            world.index.release(leases[number % len(leases)])
+            ends[number % len(leases)] = 0
+        elif leases:
+            chosen = number % len(leases)
+            world.index.consume(leases[chosen], 1)
+            used[chosen] += 1
+        running = [n for n, end in enumerate(ends) if end > world.now]
+        assert [n for n, lease in enumerate(leases) if lease.active] == running
+        for entry in world.entries():
+            held = [n for n in running if entry in [p.entry for p in leases[n].found.pieces[used[n] :]]]
+            assert entry.leases == len(held)
+    world.now += 11
+    world.index.tick()
+    assert not world.index.leases
+    assert [entry.leases for entry in world.entries()] == [0, 0, 0]
+    assert world.store(abc("xxxxyyyyzzzzwwww")).dropped == 0

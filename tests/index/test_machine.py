@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
@@ -10,12 +11,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lmcache_core.hostpool import Slot
-from lmcache_core.index import POOL, TierRules, tier_bit
+from lmcache_core.index import POOL, Entry, Geometry, Space, TierRules, tier_bit
 from lmcache_core.index.decisions import Delete, Lease, Read, StorePlan, Touch, Write
 from lmcache_core.index.policy import PolicyName
 from lmcache_core.index.tiers import Admission, WriteMode
+from lmcache_core.namespace import GroupKind
 from lmcache_core.protocols import ReadResult, WriteResult
-from tests.index.world import CHUNK_PAGES, World, fill, prompt
+from tests.index.world import CHUNK_PAGES, PAGE, World, fill, prompt
 
 # Prompts that share beginnings, end inside chunks, and fork inside and between them.
 PROMPTS = [
@@ -51,6 +53,12 @@ class IndexMachine(RuleBasedStateMachine):
         + ["time_passes", "deadline", "pin", "unpin_all", "clear", "tier_fails_and_comes_back"]
     )
 
+    MAY_LOSE = ("carry_out", "carry_out_all", "clear", "deadline", "tier_fails_and_comes_back")
+    """Operators and failures take chunks away whoever wants them; nothing else does."""
+
+    KINDS: Sequence[Geometry] = ()
+    """Groups; one full one by default."""
+
     @initialize(
         slots=st.integers(1, 7),
         policies=st.tuples(*[st.sampled_from(["lru", "s3fifo"])] * 3),
@@ -73,7 +81,7 @@ class IndexMachine(RuleBasedStateMachine):
             "first", modes[0], admit[0], policies[0], chunks * size, remembers_use=True, pending_limit=pending * size
         )
         second = TierRules("second", modes[1], admit[1], policies[1], None, shared=True, evictable=False)
-        self.world = World(slots, [first, second], policy=policies[2], lease_timeout=10.0)
+        self.world = World(slots, [first, second], policy=policies[2], kinds=self.KINDS, lease_timeout=10.0)
         self.index = self.world.index
         self.plans: list[StorePlan] = []
         self.leases: list[Lease] = []
@@ -82,8 +90,20 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(operation=st.sampled_from(OPERATIONS), seed=st.integers(0, 1 << 16))
     def step(self, operation: str, seed: int) -> None:
         self.rng = random.Random(seed)
+        pinned = {entry: entry.where for entry in self.index.pinned}
+        leased = {
+            entry for lease in self.leases for entry in self.kept_by(lease) if entry.readable(self.index.readable)
+        }
         getattr(self, operation)()
+        if operation not in self.MAY_LOSE:
+            assert all(entry.where & where == where for entry, where in pinned.items()), "a pinned chunk has moved"
+            still = {entry for lease in self.leases if lease.active for entry in self.kept_by(lease)}
+            assert all(entry.readable(self.index.readable) for entry in leased & still), "a promised chunk has gone"
         self.world.take()
+
+    @staticmethod
+    def kept_by(lease: Lease) -> list[Entry]:
+        return [piece.entry for piece in lease.found.pieces[lease.used :]]
 
     def prompt(self) -> list[bytes]:
         return prompt(*self.rng.choice(PROMPTS))
@@ -91,14 +111,19 @@ class IndexMachine(RuleBasedStateMachine):
     # Engines
 
     def store(self) -> None:
-        self.world.store(self.prompt())
+        keys = self.prompt()
+        self.world.store(keys, at=self.stops(keys))
+
+    def stops(self, keys: list[bytes]) -> list[int]:
+        """Boundaries at which a later prompt can stop."""
+        return [len(keys)]
 
     def begin_store(self) -> None:
         if len(self.plans) < 3:
             keys = self.prompt()
-            plan = self.index.plan_store(self.world.spaces, keys)
+            plan = self.index.plan_store(self.world.spaces, keys, self.stops(keys))
             staged = sum(len(reservation.entry.pages) for reservation in plan.reservations)
-            assert staged + plan.present + plan.dropped == len(keys)
+            assert self.KINDS or staged + plan.present + plan.dropped == len(keys)
             self.plans.append(plan)
 
     def finish_store(self) -> None:
@@ -152,6 +177,8 @@ class IndexMachine(RuleBasedStateMachine):
     def brute_force(self, keys: list[bytes]) -> int:
         """Pages from the start such that each window's are the start of one readable chunk; a window that is not
         wholly there is the last."""
+        if self.KINDS:
+            return self.hybrid_brute_force(keys)
         total = 0
         for start in range(0, len(keys), CHUNK_PAGES):
             window = keys[start : start + CHUNK_PAGES]
@@ -168,6 +195,29 @@ class IndexMachine(RuleBasedStateMachine):
             if best < CHUNK_PAGES:
                 break
         return total
+
+    def hybrid_brute_force(self, keys: list[bytes]) -> int:
+        """The largest boundary at which each group has what its rule asks for, page by page."""
+        held = [self.pages_held(space, keys) for space in self.world.spaces]
+        for boundary in range(len(keys), 0, -1):
+            for space, pages in zip(self.world.spaces, held, strict=True):
+                kind, wide = space.kind, space.known.window_pages
+                first = {GroupKind.FULL: 0, GroupKind.WINDOW: boundary - wide, GroupKind.STATE: boundary - 1}[kind]
+                if not pages.issuperset(range(max(0, first), boundary)):
+                    break
+            else:
+                return boundary
+        return 0
+
+    def pages_held(self, space: Space, keys: list[bytes]) -> set[int]:
+        """Numbers of the pages of a prompt that a readable chunk holds which starts where a window starts."""
+        held = set()
+        for entry in space.chunks.values():
+            if entry.pages[0] in keys and entry.readable(self.index.readable):
+                first = keys.index(entry.pages[0])
+                same = [n for n, page in enumerate(entry.pages) if keys[first + n : first + n + 1] == [page]]
+                held |= {first + n for n in same}
+        return held
 
     # Tiers
 
@@ -279,7 +329,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.world.run()
         assert self.world.entries() == []
         assert self.world.pool.used == 0
-        for space in self.world.spaces:
+        for space in self.index.spaces.values():
             assert not space._holders
             assert not space.chains
 
@@ -299,8 +349,22 @@ def _names(decision: object) -> set[object]:
     return set(decision.keys) if isinstance(decision, Delete | Touch) else set()
 
 
+class HybridMachine(IndexMachine):
+    """The same over a model with full attention, a sliding window and a recurrent state."""
+
+    KINDS = (
+        Geometry(GroupKind.FULL, PAGE, 1, CHUNK_PAGES),
+        Geometry(GroupKind.WINDOW, PAGE, 1, CHUNK_PAGES, window_pages=3),
+        Geometry(GroupKind.STATE, PAGE, 1, 1),
+    )
+
+    def stops(self, keys: list[bytes]) -> list[int]:
+        return sorted({len(keys), *self.rng.sample(range(1, len(keys) + 1), self.rng.randrange(min(3, len(keys))))})
+
+
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(
+TestHybridMachine = HybridMachine.TestCase
+TestIndexMachine.settings = TestHybridMachine.settings = settings(
     max_examples=120,
     stateful_step_count=80,
     deadline=None,
