@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,13 +13,15 @@ from lmcache_backends.disk.records import KEY, MOST_PAGES
 from lmcache_backends.disk.replay import Entry
 from lmcache_backends.disk.store import Store
 from lmcache_backends.disk.tally import Tally
-from lmcache_core.errors import ClosedError, UsageError
+from lmcache_core.errors import BackendError, ClosedError, UsageError
 from lmcache_core.iothreads import IoThreads, ended
 from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, Stored, Usage, WriteResult
 
 __all__ = ["DiskBackend"]
 
 R = TypeVar("R")
+
+_log = logging.getLogger(__name__)
 
 _BATCH = 2048
 _LAST_CALLS = 10.0
@@ -54,7 +57,14 @@ class DiskBackend:
 
     async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
         session = self._opened()
-        return await session.each(session.store.read, zip(keys, into, strict=True))
+        outcomes = await session.outcomes(session.store.read, zip(keys, into, strict=True))
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if len(failures) == 1 and isinstance(failures[0], BackendError) and ReadResult.HIT in outcomes:
+            # The drive reads, but for this place: that is damage of one value, and no reason to lose the others.
+            self._tally.add("values_unreadable")
+            session.warn(str(failures[0]))
+            return [ReadResult.CORRUPT if isinstance(outcome, BaseException) else outcome for outcome in outcomes]
+        return _results(outcomes)
 
     async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
         session = self._opened()
@@ -132,10 +142,19 @@ class _Session:
             raise
 
     async def each(self, fn: Callable[..., R], calls: Iterable[tuple[object, ...]]) -> list[R]:
-        """Call `fn` with each of the arguments, on the threads, and return when all have ended, even if cancelled."""
+        """As `outcomes`; if calls fail, the first of them does."""
+        return _results(await self.outcomes(fn, calls))
+
+    async def outcomes(self, fn: Callable[..., R], calls: Iterable[tuple[object, ...]]) -> list[R | BaseException]:
+        """Call `fn` with each of the arguments, on the threads, and return when all have ended, even if cancelled: what
+        they returned or raised."""
         futures = [self._submit(fn, *arguments) for arguments in list(calls)]
         await ended(futures)
-        return [future.result() for future in futures]
+        return [future.exception() or future.result() for future in futures]
+
+    def warn(self, text: str) -> None:
+        """Log it on a thread, since that may block."""
+        self._threads.post(_log.warning, "%s", text)
 
     def refresh(self) -> None:
         """Learn how many share the capacity, if it is time, without waiting for it."""
@@ -185,6 +204,15 @@ def _check(chunk: Chunk) -> None:
         raise UsageError(f"disk: a chunk has at most {MOST_PAGES} pages, not {len(chunk.pages)}")
     if not chunk.data.nbytes:
         raise UsageError("disk: a chunk of no bytes cannot be stored")
+
+
+def _results(outcomes: list[R | BaseException]) -> list[R]:
+    results = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        results.append(outcome)
+    return results
 
 
 def _stored(entries: Sequence[Entry]) -> list[Stored]:

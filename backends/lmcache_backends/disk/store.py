@@ -112,7 +112,11 @@ class Store:
             entry.readers += 1
         try:
             with _failing(segment.path):
-                whole = segment.read(entry.offset, into)
+                try:
+                    whole = segment.read(entry.offset, into)
+                except OSError:  # a chunk that cannot be read is given up, so it has to fail twice
+                    self._tally.add("reads_repeated")
+                    whole = segment.read(entry.offset, into)
         finally:
             with self._lock:
                 self._release(shard, entry)

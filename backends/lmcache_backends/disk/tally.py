@@ -15,12 +15,14 @@ NAMES = (
     "log_records_damaged",  # damaged places in logs, and records nobody writes, behind which reading went on
     "log_tails_cut",  # ends of logs that a crash left half written
     "orphans_removed",  # files no log speaks of
+    "reads_repeated",  # since they failed
     "segments_given_back",
     "segments_taken",
     "shards_adopted",  # left by processes that have ended
     "shards_evicted",  # the same, removed to make room
     "shards_unreadable",  # with logs of another version's format, or files that are not what they should be
     "values_damaged",  # reads that found a file too short, or not the value that was written there
+    "values_unreadable",  # reads that failed, while the drive read other values of the same call
 )
 
 

@@ -106,7 +106,7 @@ def test_a_large_value_goes_in_calls_that_hold_up_no_other_for_long(
     with opened(tmp_path, capacity=64 * MIB) as store:
         fill(store, chunk(0, 17 * MIB))
         assert_holds(store, chunk(0, 17 * MIB))
-    assert sizes == dict.fromkeys(("pwritev", "preadv"), [8 * MIB, 8 * MIB, MIB])
+    assert sizes == {name: [8 * MIB, 8 * MIB, MIB] for name in ("pwritev", "preadv")}
 
 
 async def test_a_buffer_that_is_not_aligned_works(tmp_path: Path) -> None:

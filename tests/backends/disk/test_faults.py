@@ -1,12 +1,13 @@
 """Disks that are full, read-only, gone or hung: the tier says so, and recovers by being opened again."""
 
 import asyncio
+import errno
 import gc
 import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -350,3 +351,74 @@ def _hang_at_the_end(call: Any) -> Any:
         os.preadv(-1, [], 0)
 
     return opening
+
+
+def _unreadable(monkeypatch: pytest.MonkeyPatch, *offsets: int, times: int = 1000) -> None:
+    """Places of segments that the drive cannot read, or not at first."""
+    read = os.preadv
+    left = times
+
+    def preadv(fd: int, views: list[memoryview], at: int) -> int:
+        nonlocal left
+        if at in offsets and left:
+            left -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, views, at)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+
+@pytest.fixture
+async def four(tmp_path: Path) -> AsyncIterator[DiskBackend]:
+    """A tier with chunks 0 to 3, in this order."""
+    tier = DiskBackend(options(tmp_path))
+    await tier.open()
+    for number in range(4):
+        assert await tier.write([chunk(number)]) == [WriteResult.STORED]
+    yield tier
+    await tier.close()
+
+
+async def read_four(tier: DiskBackend) -> list[ReadResult]:
+    into = [aligned_buffer(SIZE) for _ in range(4)]
+    results = await tier.read([chunk(i).key for i in range(4)], into)
+    assert all(into[i] == chunk(i).data for i, result in enumerate(results) if result is ReadResult.HIT)
+    return results
+
+
+async def test_a_place_that_cannot_be_read_costs_the_others_of_the_call_nothing(
+    four: DiskBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _unreadable(monkeypatch, SIZE)
+    assert await read_four(four) == [ReadResult.HIT, ReadResult.CORRUPT, ReadResult.HIT, ReadResult.HIT]
+    assert (four.counters()["values_unreadable"], four.counters()["reads_repeated"]) == (1, 1)
+    await four.close()
+    await asyncio.to_thread(_wait_for_end, four)
+    assert [record.message for record in caplog.records if "/segment-00000001: Input/output error" in record.message]
+
+
+async def test_an_error_that_passes_is_none(four: DiskBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    _unreadable(monkeypatch, SIZE, times=1)
+    assert await read_four(four) == [ReadResult.HIT] * 4
+    assert (four.counters()["values_unreadable"], four.counters()["reads_repeated"]) == (0, 1)
+
+
+@pytest.mark.parametrize("offsets", [(0, SIZE), (0, SIZE, 2 * SIZE, 3 * SIZE)])
+async def test_a_drive_that_fails_more_often_has_failed(
+    four: DiskBackend, monkeypatch: pytest.MonkeyPatch, offsets: tuple[int, ...]
+) -> None:
+    _unreadable(monkeypatch, *offsets)
+    with pytest.raises(BackendError, match="the drive reports an error"):
+        await read_four(four)
+    assert await four.contains([chunk(i).key for i in range(4)]) == [True] * 4
+
+
+async def test_the_only_chunk_of_a_call_that_cannot_be_read_is_a_failure(
+    four: DiskBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _unreadable(monkeypatch, SIZE)
+    with pytest.raises(BackendError, match="the drive reports an error"):
+        await four.read([chunk(1).key], [aligned_buffer(SIZE)])
+    with pytest.raises(BackendError, match="the drive reports an error"):
+        await four.read([chunk(1).key, chunk(9).key], [aligned_buffer(SIZE), aligned_buffer(SIZE)])
+    assert four.counters()["values_unreadable"] == 0
