@@ -114,15 +114,18 @@ class Chains(Table):
         if entry.key in self._found and entry.line is None:
             behind = self.first(entry.key)
             assert behind is not None
-            entry.line = line = self._line(behind)
-            line.length += 1
+            entry.line = self._line(behind)
+            entry.line.length += 1
         if not parent:
             return
-        self.add(parent, entry)
+        if self._found.setdefault(parent, entry) is not entry:
+            self.add(parent, entry)
         front = self._staged.get(parent) or self._chunks.get(parent)
         if front is None:
             return
-        line = self._line(front)
+        line = front.line
+        if line is None or line.into is not None:
+            line = self._line(front)
         if line.tip is not front:
             return  # a fork: the lines are joined when the tip has gone
         if entry.line is None:
@@ -137,12 +140,18 @@ class Chains(Table):
         """Undo `adopt`; returns whether there was anything to undo."""
         parent, line = entry.parent, entry.line
         if line is not None:
-            line = self._line(entry)
+            if line.into is not None:
+                line = self._line(entry)
             entry.line = None
             if line.tip is entry:
                 front = self._chunks.get(parent) or self._staged.get(parent)
                 line.tip = front if front is not None and front.line and self._line(front) is line else None
-        return bool(parent and self.discard(parent, entry)) or line is not None
+        if parent:
+            if self._found.get(parent) is entry:
+                del self._found[parent]
+                return True
+            return self.discard(parent, entry) or line is not None
+        return line is not None
 
     def leaf(self, entry: Entry) -> Entry:
         """A chunk behind `entry` that no other needs; `entry` itself if none needs it. What a tier tells of its chunks

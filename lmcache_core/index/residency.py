@@ -15,7 +15,7 @@ from lmcache_core.frame import FrameShape
 from lmcache_core.hostpool import HostPool, Slot
 from lmcache_core.index.decisions import Decision, Delete, Refusal, Write
 from lmcache_core.index.entries import POOL, Entry
-from lmcache_core.index.policy import PolicyName, make_policy
+from lmcache_core.index.policy import Policy, PolicyName, make_policy
 from lmcache_core.index.tiers import TierRules, TierState
 from lmcache_core.protocols import ChunkKey, WriteResult
 
@@ -51,10 +51,14 @@ class Residency:
     # Host pool
 
     def allocate(self, form: FrameShape) -> Slot | None:
-        """A slot, if need be in place of chunks that may go. None when there is no room at once."""
+        """A slot, if need be in place of chunks that may go. None when there is no room at once; if that is because
+        what may go is not worth it, none goes."""
         slot = self.pool.allocate(form)
         if slot is not None or form.nbytes > self.pool.usable:
             return slot
+        needed: int | None = None
+        victims: list[Entry] = []
+        unlinked: list[Entry] = []
         skipped = 0
         for candidate in self.policy.candidates():
             entry = self._pool_victim(candidate)
@@ -63,12 +67,39 @@ class Residency:
                 if skipped > MOST_SKIPPED:
                     break
                 continue
-            self.leave_pool(entry)
-            self.counts.add("evicted_chunks", CPU)
+            if entry.nbytes < form.nbytes:
+                needed = form.nbytes - self.pool.usable + self.pool.used if needed is None else needed
+                needed -= entry.nbytes
+                if needed > 0:
+                    self._set_aside(self.policy, POOL, entry, victims, unlinked)
+                    continue
+            victims.append(entry)
+            for victim in victims:
+                self.leave_pool(victim)
+            self.counts.add("evicted_chunks", CPU, len(victims))
+            victims.clear()
             slot = self.pool.allocate(form)
             if slot is not None:
                 return slot
+        if victims:
+            self._put_back(self.policy, victims, unlinked)
         return None
+
+    @staticmethod
+    def _set_aside(policy: Policy, place: int, entry: Entry, victims: list[Entry], unlinked: list[Entry]) -> None:
+        """Choose a chunk to leave a place. It leaves the order of eviction, and no other counts as needed by it, so
+        that the one in front of it can be chosen too."""
+        policy.discard(entry)
+        victims.append(entry)
+        if entry.where == place and not entry.writing and entry.load is None and entry.space.chains.orphan(entry):
+            unlinked.append(entry)
+
+    @staticmethod
+    def _put_back(policy: Policy, victims: list[Entry], unlinked: list[Entry]) -> None:
+        """Undo `_set_aside`."""
+        for entry in reversed(unlinked):
+            entry.space.chains.adopt(entry)
+        policy.put_back(victims)
 
     def enter_pool(self, entry: Entry, slot: Slot) -> None:
         """Make a chunk readable from the pool. The slot's first reference becomes its residence. It makes no room for
@@ -210,26 +241,16 @@ class Residency:
         return bool(victims)
 
     def _choose(self, tier: TierState, needed: int) -> list[Entry]:
-        """Chunks worth `needed` bytes that may go, none if there aren't enough. They have left the order of eviction,
-        and no chunk counts as needed by them, so that those in front of them can be chosen too."""
+        """Chunks worth `needed` bytes that may go, set aside; none if there aren't enough."""
         victims: list[Entry] = []
         unlinked: list[Entry] = []
         if needed <= tier.used:  # else the chunk that asks is larger than the tier
             for entry in self._victims(tier):
-                victims.append(entry)
+                self._set_aside(tier.policy, tier.bit, entry, victims, unlinked)
                 needed -= entry.nbytes
                 if needed <= 0:
                     return victims
-                if (
-                    entry.where == tier.bit
-                    and not entry.writing
-                    and entry.load is None
-                    and entry.space.chains.orphan(entry)
-                ):
-                    unlinked.append(entry)
-        for entry in reversed(unlinked):
-            entry.space.chains.adopt(entry)
-        tier.policy.put_back(victims)
+        self._put_back(tier.policy, victims, unlinked)
         return []
 
     def _victims(self, tier: TierState) -> Iterator[Entry]:

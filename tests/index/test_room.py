@@ -6,12 +6,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from lmcache_core.index import Geometry, TierRules, tier_bit
+from lmcache_core.index import POOL, Geometry, TierRules, tier_bit
 from lmcache_core.index.decisions import Delete, Refusal, Write
 from lmcache_core.index.policy import PolicyName
 from lmcache_core.namespace import GroupKind
 from lmcache_core.protocols import WriteResult
 from tests.index.world import CHUNK_PAGES, PAGE, World, prompt
+from tests.index.world import fill as give_bytes
 
 SMALL = Geometry(GroupKind.FULL, PAGE, 1, CHUNK_PAGES)
 LARGE = Geometry(GroupKind.FULL, 20 * PAGE, 1, CHUNK_PAGES)
@@ -27,6 +28,7 @@ def store(world: World, group: int, name: str) -> list[bytes]:
     keys = prompt(*name * CHUNK_PAGES)
     plan = world.index.plan_store([world.spaces[group]], keys)
     for reservation in plan.reservations:
+        give_bytes(reservation.slot, reservation.entry)
         world.index.filled(reservation)
     world.index.commit(plan)
     world.take()
@@ -137,6 +139,49 @@ def test_pinned_chunks_that_leave_too_little_room_cost_the_others_nothing(policy
     store(world, 1, "z")
     assert [d for d in world.pending if isinstance(d, Write | Delete)] == []
     assert on_disk(world) == before
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_a_store_that_the_pool_has_no_room_for_evicts_nothing(policy: PolicyName) -> None:
+    """Most of the pool is leased; what is not is less than the large chunk needs."""
+    world = World(30, policy=policy, kinds=[SMALL, LARGE])
+    for name in "abcdefghijklmnopqrstuvwxyz0123":
+        store(world, 0, name)
+    leased = [
+        world.index.lease(world.index.find(world.spaces[:1], prompt(*name * CHUNK_PAGES))) for name in "klmnopqrst"
+    ]
+    before = {entry.key for entry in world.entries() if entry.where & POOL}
+    assert len(before) == 30
+    leased += [
+        world.index.lease(world.index.find(world.spaces[:1], prompt(*name * CHUNK_PAGES))) for name in "uvwxyz0123"
+    ]
+    plan = world.index.plan_store(world.spaces[1:], prompt(*"#" * CHUNK_PAGES))
+    assert (plan.reservations, plan.dropped) == ([], CHUNK_PAGES)
+    assert {entry.key for entry in world.entries() if entry.where & POOL} == before
+    assert world.index.counts.get("evicted_chunks", "cpu") == 0
+    for lease in leased:
+        world.index.release(lease)
+    plan = world.index.plan_store(world.spaces[1:], prompt(*"#" * CHUNK_PAGES))
+    assert (len(plan.reservations), plan.dropped) == (1, 0)
+    gone = before - {entry.key for entry in world.entries() if entry.where & POOL}
+    assert len(gone) == -(-world.spaces[1].form(CHUNK_PAGES).nbytes // world.chunk_bytes)
+    for reservation in plan.reservations:
+        world.index.abort(reservation)
+    world.check_accounts()
+
+
+def test_a_chain_gives_way_to_a_large_chunk_from_its_tail() -> None:
+    world = World(30, kinds=[SMALL, LARGE])
+    keys = prompt(*[f"{number}" for number in range(30 * CHUNK_PAGES)])
+    plan = world.index.plan_store(world.spaces[:1], keys)
+    for reservation in plan.reservations:
+        give_bytes(reservation.slot, reservation.entry)
+        world.index.filled(reservation)
+    assert len(world.index.commit(plan)) == 30
+    large = world.index.plan_store(world.spaces[1:], prompt(*"#" * CHUNK_PAGES))
+    assert len(large.reservations) == 1
+    needed = -(-world.spaces[1].form(CHUNK_PAGES).nbytes // world.chunk_bytes)
+    assert world.index.find(world.spaces[:1], keys).pages == (30 - needed) * CHUNK_PAGES
 
 
 def test_a_tier_whose_capacity_shrinks_lets_go_of_what_it_can() -> None:
