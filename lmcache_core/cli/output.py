@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
 __all__ = [
@@ -25,6 +26,9 @@ __all__ = [
     "print_table",
     "visible",
 ]
+
+_PROSE = 24
+"""Characters: cells of fewer are not wrapped, others not to less."""
 
 
 class Column(NamedTuple):
@@ -97,16 +101,49 @@ def _aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[s
 
 def _print_boxed(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
     from rich import box  # only terminals need it
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column.header, justify="right" if column.right else "left", overflow="fold")
+    console = Console(file=sys.stdout)
+    words = [max(map(len, column.header.split())) for column in columns]
+    cells = [max([cell_len(row[number]) for row in rows], default=0) for number in range(len(columns))]
+    least = [max(word, min(cell, _PROSE)) for word, cell in zip(words, cells, strict=True)]
+    gaps = 3 * (len(columns) - 1)
+    if rows and sum(least) + gaps > console.width:
+        _print_blocks(console, columns, rows)
+        return
+    whole = [max(cell_len(column.header), cell) for column, cell in zip(columns, cells, strict=True)]
+    tight = sum(whole) + gaps > console.width
+    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, header_style="bold")
+    for column, narrow, cell in zip(columns, least, cells, strict=True):
+        table.add_column(
+            column.header,
+            justify="right" if column.right else "left",
+            overflow="fold",
+            min_width=narrow,
+            max_width=narrow if tight and cell <= _PROSE else None,
+        )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    Console(file=sys.stdout).print(table)
+    console.print(table)
+
+
+def _print_blocks(console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    """Each row as lines of its own, for terminals that are too narrow for the table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    for number, row in enumerate(rows):
+        if number:
+            console.print()
+        block = Table.grid(padding=(0, 2))
+        block.add_column(style="bold", no_wrap=True)
+        block.add_column(overflow="fold")
+        for column, cell in zip(columns, row, strict=True):
+            block.add_row(column.header, Text(cell))
+        console.print(block)
 
 
 def byte_progress() -> Progress:

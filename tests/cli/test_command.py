@@ -135,6 +135,50 @@ def test_a_terminal_gets_a_table_that_fits_it() -> None:
     assert re.search(r"cpu\.capacity +4GiB +default", plain)
 
 
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int) -> list[str]:
+    """A table as a terminal of that width shows it."""
+    monkeypatch.setattr("lmcache_core.cli.output.is_terminal", lambda stream: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    columns = [Column("name"), Column("last use", right=True), Column("meaning")]
+    print_table(columns, [("0123456789abcdef", "5m", "what it is there for, in some words"), ("b", "1h", "short")])
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_narrow_terminal_wraps_headers_and_prose_and_no_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert on_a_terminal(monkeypatch, capsys, 80) == [
+        "name               last use   meaning",
+        "─" * 65,
+        "0123456789abcdef         5m   what it is there for, in some words",
+        "b                        1h   short",
+    ]
+    assert on_a_terminal(monkeypatch, capsys, 54) == [
+        "                   last",
+        "name                use   meaning",
+        "─" * 54,
+        "0123456789abcdef     5m   what it is there for, in",
+        "                          some words",
+        "b                    1h   short",
+    ]
+
+
+def test_a_terminal_too_narrow_for_a_table_gets_a_block_for_each_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert on_a_terminal(monkeypatch, capsys, 40) == [
+        "name      0123456789abcdef",
+        "last use  5m",
+        "meaning   what it is there for, in some",
+        "          words",
+        "",
+        "name      b",
+        "last use  1h",
+        "meaning   short",
+    ]
+
+
 def test_elsewhere_a_table_is_plain_columns(capsys: pytest.CaptureFixture[str]) -> None:
     print_table([Column("name"), Column("bytes", right=True)], [("a", "1"), ("bcdefg", "2000"), ("x" * 300, "3")])
     lines = capsys.readouterr().out.splitlines()
