@@ -74,6 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     outcomes = [_clear(target, seen[target.name], wanted) for target in targets]
     _tell(outcomes, as_json=arguments.json)
+    for target in targets:
+        left = [shard.name for each in seen[target.name] for shard in each.shards if not shard.readable]
+        if left:
+            print_note(f"{target.name}: left as they are, since they cannot be read: {', '.join(left)}")
     return 1 if any(outcome.problem for outcome in outcomes) else 0
 
 
@@ -165,10 +169,10 @@ async def _delete(target: _Target, backend: StorageBackend, digests: frozenset[b
 
 def _check_owner(target: _Target) -> None:
     """Opening has taken every shard that was free; one that is another's has an owner who came just now, or whom this
-    system does not show."""
+    system does not show. What cannot be read nobody takes."""
     for path in target.paths:
         for shard in look(path).shards:
-            if not shard.owner.startswith(f"{os.getpid()}-"):
+            if shard.readable and not shard.owner.startswith(f"{os.getpid()}-"):
                 raise _in_use(target.name, shard)
 
 

@@ -51,6 +51,7 @@ class Shard(Protocol):
     damaged: int
     lost: int
     entries: Sequence[Entry]
+    readable: bool
 
 
 class Inspected(Protocol):

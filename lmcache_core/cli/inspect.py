@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from lmcache_core.cli.disk_cache import Entry, Inspected, Shard, Space, look, namespaces
 from lmcache_core.cli.output import (
@@ -19,6 +20,8 @@ from lmcache_core.cli.output import (
 )
 from lmcache_core.cli.verification import Damage, verify_entries
 from lmcache_core.units import format_size
+
+T = TypeVar("T")
 
 LIVE = {True: "in use", False: "left", None: "unknown"}
 
@@ -66,96 +69,19 @@ def _nbytes(entries: Iterable[Entry]) -> int:
 
 
 def _print(inspected: Inspected, damage: list[Damage] | None, *, chunks: bool) -> None:
-    _print_shards(inspected)
+    _print_rows(SHARDS, inspected.shards)
     print()
-    _print_namespaces(inspected)
+    _print_rows(NAMESPACES, namespaces([inspected]))
     if chunks:
         print()
-        _print_chunks(inspected)
+        _print_rows(CHUNKS, inspected.entries())
     if damage is not None:
         print()
         _print_damage(inspected, damage)
 
 
-def _print_shards(inspected: Inspected) -> None:
-    columns = [
-        Column("shard"),
-        Column("owner"),
-        Column("state"),
-        Column("chunks", right=True),
-        Column("stored", right=True),
-        Column("on disk", right=True),
-        Column("last use", right=True),
-        Column("log damage", right=True),
-    ]
-    rows = [
-        (
-            shard.name,
-            _process(shard) or "-",
-            LIVE[shard.locked],
-            str(len(shard.entries)),
-            format_size(_nbytes(shard.entries)),
-            format_size(shard.nbytes),
-            age(_last_use(shard)),
-            str(shard.damaged),
-        )
-        for shard in inspected.shards
-    ]
-    print_table(columns, rows)
-
-
-def _print_namespaces(inspected: Inspected) -> None:
-    columns = [
-        Column("namespace"),
-        Column("model"),
-        Column("dtype"),
-        Column("groups"),
-        Column("page", right=True),
-        Column("chunks", right=True),
-        Column("stored", right=True),
-        Column("last use", right=True),
-        Column("oldest", right=True),
-    ]
-    rows = [
-        (
-            space.id[:16],
-            _model(space) or "unknown",
-            _dtype(space) or "-",
-            " ".join(_kinds(space)) or "-",
-            "-" if space.namespace is None else str(space.namespace.page_tokens),
-            str(space.chunks),
-            format_size(space.nbytes),
-            age(space.used[1]),
-            age(space.used[0]),
-        )
-        for space in namespaces([inspected])
-    ]
-    print_table(columns, rows)
-
-
-def _print_chunks(inspected: Inspected) -> None:
-    columns = [
-        Column("space"),
-        Column("last page"),
-        Column("pages", right=True),
-        Column("stored", right=True),
-        Column("last use", right=True),
-        Column("offset", right=True),
-        Column("file"),
-    ]
-    rows = [
-        (
-            entry.stored.key.space.hex()[:16],
-            entry.stored.key.page.hex()[:16],
-            str(len(entry.stored.pages)),
-            format_size(entry.stored.nbytes),
-            age(entry.used),
-            str(entry.offset),
-            str(entry.file),
-        )
-        for entry in inspected.entries()
-    ]
-    print_table(columns, rows)
+def _print_rows(fields: Sequence[tuple[Column, Callable[[T], str]]], items: Iterable[T]) -> None:
+    print_table([column for column, _ in fields], [[cell(item) for _, cell in fields] for item in items])
 
 
 def _print_damage(inspected: Inspected, damage: list[Damage]) -> None:
@@ -188,6 +114,42 @@ def _kinds(space: Space) -> list[str]:
     return [] if space.namespace is None else [group.kind.value for group in space.namespace.groups]
 
 
+def _number(header: str) -> Column:
+    return Column(header, right=True)
+
+
+SHARDS: Sequence[tuple[Column, Callable[[Shard], str]]] = (
+    (Column("shard"), lambda shard: shard.name),
+    (Column("owner"), lambda shard: _process(shard) or "-"),
+    (Column("state"), lambda shard: LIVE[shard.locked] if shard.readable else "unreadable"),
+    (_number("chunks"), lambda shard: str(len(shard.entries))),
+    (_number("stored"), lambda shard: format_size(_nbytes(shard.entries))),
+    (_number("on disk"), lambda shard: format_size(shard.nbytes)),
+    (_number("last use"), lambda shard: age(_last_use(shard))),
+    (_number("log damage"), lambda shard: str(shard.damaged)),
+)
+NAMESPACES: Sequence[tuple[Column, Callable[[Space], str]]] = (
+    (Column("namespace"), lambda space: space.id[:16]),
+    (Column("model"), lambda space: _model(space) or "unknown"),
+    (Column("dtype"), lambda space: _dtype(space) or "-"),
+    (Column("groups"), lambda space: " ".join(_kinds(space)) or "-"),
+    (_number("page"), lambda space: "-" if space.namespace is None else str(space.namespace.page_tokens)),
+    (_number("chunks"), lambda space: str(space.chunks)),
+    (_number("stored"), lambda space: format_size(space.nbytes)),
+    (_number("last use"), lambda space: age(space.used[1])),
+    (_number("oldest"), lambda space: age(space.used[0])),
+)
+CHUNKS: Sequence[tuple[Column, Callable[[Entry], str]]] = (
+    (Column("space"), lambda entry: entry.stored.key.space.hex()[:16]),
+    (Column("last page"), lambda entry: entry.stored.key.page.hex()[:16]),
+    (_number("pages"), lambda entry: str(len(entry.stored.pages))),
+    (_number("stored"), lambda entry: format_size(entry.stored.nbytes)),
+    (_number("last use"), lambda entry: age(entry.used)),
+    (_number("offset"), lambda entry: str(entry.offset)),
+    (Column("file"), lambda entry: str(entry.file)),
+)
+
+
 # For programs
 
 
@@ -208,6 +170,7 @@ def _plain_shard(shard: Shard) -> dict[str, object]:
         "name": shard.name,
         "owner": shard.owner,
         "in_use": shard.locked,
+        "readable": shard.readable,
         "chunks": len(shard.entries),
         "nbytes": _nbytes(shard.entries),
         "file_bytes": shard.nbytes,

@@ -75,12 +75,13 @@ def test_a_tier_that_cannot_be_measured_is_told_and_the_others_are_measured(run:
     )
     code, found = rows(run, file, "--size", "4MiB")
     assert code == 1
+    problem = f"disk: path {tmp_path / 'file' / 'kv'} leads through a file; write a directory, or remove that file"
     notes = {name: row["note"] for name, row in found.items() if row["value"] is None}
     assert notes == {
         "seed.store": "not measured: it is only read (write: never)",
         "seed.retrieve": "not measured: it is only read (write: never)",
-        "gone.store": "not measured: it cannot be opened",
-        "gone.retrieve": "not measured: it cannot be opened",
+        "gone.store": f"not measured: {problem}",
+        "gone.retrieve": f"not measured: {problem}",
         "tiny.store": "not measured: it is full: measuring would evict chunks",
         "tiny.retrieve": "not measured: it is full: measuring would evict chunks",
     }

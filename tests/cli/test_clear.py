@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,26 @@ def test_an_owner_whom_the_system_does_not_show_is_left_alone_too(
     assert chunks(path) == 6
 
 
+def test_what_cannot_be_read_is_no_owner(run: Run, path: Path) -> None:
+    """Neither the log of another version, nor what somebody has put there."""
+    crc = zlib.crc32(b"KVLOG\r\n\0" + (99).to_bytes(4, "little"))
+    (path / ("a" * 16)).mkdir()
+    (path / ("a" * 16) / "log").write_bytes(b"KVLOG\r\n\0" + struct.pack("<II", 99, crc))
+    (path / ("a" * 16) / "lock").write_text("12345-abcdef")
+    (path / ("b" * 16) / "log").mkdir(parents=True)
+    os.mkdir(path / ("c" * 16))
+    os.mkfifo(path / ("c" * 16) / "lock")
+    states = {line.split()[0]: line.split()[2] for line in run("inspect", path).out.split("\n\n")[0].splitlines()}
+    assert [states[letter * 16] for letter in "abc"] == ["unreadable"] * 3
+    readable = {each["name"]: each["readable"] for each in run("inspect", path, "--json").json["shards"]}
+    assert [readable[letter * 16] for letter in "abc"] == [False] * 3
+    cleared = run("clear", path, "--yes", "--json")
+    assert (cleared.code, cleared.json["chunks"], cleared.json["tiers"][0]["problem"]) == (0, 6, None)
+    assert cleared.err == f"{path}: left as they are, since they cannot be read: {', '.join(c * 16 for c in 'abc')}\n"
+    assert chunks(path) == 0
+    assert (path / ("a" * 16) / "log").exists()
+
+
 def test_nobody_is_asked_where_nobody_is(run: Run, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     refused = run("clear", path)
@@ -219,9 +241,8 @@ def test_one_namespace_of_a_configuration(run: Run, path: Path, tmp_path: Path) 
 
 
 def test_a_medium_that_fails_is_a_problem_and_no_crash(run: Run, path: Path) -> None:
-    (shard,) = path.glob("*/log")
-    shard.unlink()
-    shard.mkdir()
+    (path / "node.lock").unlink()
+    (path / "node.lock").mkdir()
     failed = run("clear", path, "--yes")
     assert failed.code == 1
     assert "Traceback" not in failed.err

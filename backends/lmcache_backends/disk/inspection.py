@@ -50,7 +50,8 @@ class InspectedShard(NamedTuple):
     entries: tuple[InspectedEntry, ...]
     """Least recently used first."""
     readable: bool = True
-    """Whether its log is one that this version understands; if not, nothing is known of what lies in it."""
+    """Whether this version understands its log, and its files are what they should be; if not, nothing is known of
+    what lies in it."""
 
 
 class Inspected(NamedTuple):
@@ -85,7 +86,11 @@ def inspect_path(path: str | os.PathLike[str]) -> Inspected:
 
 
 def _inspect_shard(path: str, held: Locked | None) -> InspectedShard:
+    owner, locked, readable = "", None, True
     try:
+        with contextlib.suppress(FileNotFoundError):
+            owner = lock_text(os.path.join(path, LOCK))
+            locked = None if held is None else is_locked(os.path.join(path, LOCK), held)
         readable = is_readable(path)
     except OSError as error:
         if error.errno not in ODD:
@@ -99,15 +104,6 @@ def _inspect_shard(path: str, held: Locked | None) -> InspectedShard:
         InspectedEntry(entry.stored(), entry.epoch / 1e6, Path(segment_path(path, entry.segment)), entry.offset)
         for entry in sorted(replay.by_key.values(), key=lambda entry: entry.epoch)
     )
-    owner, locked = "", None
-    try:
-        owner = lock_text(os.path.join(path, LOCK))
-        locked = None if held is None else is_locked(os.path.join(path, LOCK), held)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        if error.errno not in ODD:
-            raise
     nbytes, name = sum(sizes.values()), os.path.basename(path)
     return InspectedShard(name, owner, locked, nbytes, damaged, replay.lost, entries, readable)
 
