@@ -24,8 +24,10 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 _BATCH = 2048
-_LAST_CALLS = 10.0
-"""Seconds that `close` waits for calls that hang before it leaves them to their threads."""
+_LAST_CALLS = 2.0
+"""Seconds that `close` waits for calls that are under way before it leaves them to their threads: what takes longer
+hangs, and whoever closes has waited for it before. Less than the node gives a backend to close in, so that a tier in
+which something hangs can be opened again."""
 
 
 class DiskBackend:

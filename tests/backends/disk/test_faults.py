@@ -16,6 +16,7 @@ import pytest
 from lmcache_backends.disk import DiskBackend, backend
 from lmcache_backends.disk.store import Store
 from lmcache_core.errors import BackendError, ClosedError, ConfigError
+from lmcache_core.health import CLOSE_TIMEOUT
 from lmcache_core.protocols import ReadResult, WriteResult
 from lmcache_core.testing import aligned_buffer
 from tests.backends.disk.kit import (
@@ -234,6 +235,10 @@ def _wait_for_end(tier: DiskBackend) -> None:
         if thread.name.startswith("disk-") and getattr(thread, "_target", None) != current:
             thread.join(30)
             assert not thread.is_alive()
+
+
+def test_closing_gives_up_what_hangs_before_the_node_gives_up_closing() -> None:
+    assert 0 < backend._LAST_CALLS < CLOSE_TIMEOUT
 
 
 async def test_what_hangs_without_anybody_waiting_keeps_its_locks(
