@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmcache_core import operations
 from lmcache_core.arguments import kind, seconds, tier_name, tier_names, token_count, token_counts, view_that
@@ -20,9 +20,6 @@ from lmcache_core.index.boundary import stops
 from lmcache_core.keys import PageHasher, Tokens, make_seed
 from lmcache_core.namespace import Namespace
 from lmcache_core.protocols import KVView
-
-if TYPE_CHECKING:
-    from lmcache_core.config import LoadedConfig
 
 
 class Prompt:
@@ -456,10 +453,7 @@ class AsyncCache(_Base):
 
 
 def open_node(config: Any) -> tuple[Client, str]:
-    """A node of its own in this process; returns its client and the salt of the configuration. See `Cache.open`."""
-    from lmcache_core.assembly import build_node
-    from lmcache_core.direct import DirectClient
+    """The client that a configuration asks for, and the salt in it. See `Cache.open`."""
+    from lmcache_core.assembly import build_client
 
-    loaded: LoadedConfig | Any = config
-    node = build_node(loaded)
-    return DirectClient(node, owns=True), node.config.salt
+    return build_client(config)

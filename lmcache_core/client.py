@@ -67,6 +67,8 @@ class Grant(NamedTuple):
     """`pages * page_bytes` bytes that stay valid until the part is consumed; read only."""
     tier: str
     wait: Future[bool] | None = None
+    offset: int = -1
+    """Where in the pool `source` lies."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +79,8 @@ class Room:
     part: Part
     target: memoryview
     handle: Any = None
+    offset: int = -1
+    """Where in the pool `target` lies."""
 
 
 @dataclass(eq=False, slots=True)

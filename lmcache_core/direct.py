@@ -94,6 +94,11 @@ class DirectClient:
         self._pins: dict[tuple[bytes, ...], list[Found]] = {}
         """What each pin has found, by space and keys; what is found when it ends may be something else."""
 
+    @property
+    def places(self) -> Sequence[str]:
+        """Names of the host pool and the tiers."""
+        return list(self._bits)
+
     def register(self, namespace: Namespace) -> DirectModel:
         """See `Client`."""
         return DirectModel(namespace, self.node.register(namespace))
@@ -170,7 +175,7 @@ class DirectClient:
                         slot.acquire()
                         holding.slots[number] = slot
                     source = slot.payload(0, pieces[number].pages).toreadonly()
-                    grants.append(Grant(source, holding.tiers.get(number, CPU)))
+                    grants.append(Grant(source, holding.tiers.get(number, CPU), None, slot.payload_offset()))
                     continue
                 if ahead < 1:
                     break
@@ -225,7 +230,8 @@ class DirectClient:
             plan = index.plan_store(_spaces(model), keys, at, first_page, mask)
             filling = _Filling(plan, self._later_commit)
         rooms = [
-            Room(Part(r.group, r.first, len(r.entry.pages)), r.slot.payload(), (filling, r)) for r in plan.reservations
+            Room(Part(r.group, r.first, len(r.entry.pages)), r.slot.payload(), (filling, r), r.slot.payload_offset())
+            for r in plan.reservations
         ]
         return Storing(rooms, plan.present, plan.dropped, filling)
 
@@ -337,6 +343,15 @@ class DirectClient:
             pinned = [piece for piece in pieces if piece.entry.pins == 1]
             index.unpin(piece.entry for piece in pieces)
         return sum(piece.pages for piece in pinned if piece.group == 0)
+
+    def unpin_all(self) -> None:
+        """Undo all that was pinned through this client."""
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
+            for pins in self._pins.values():
+                for found in pins:
+                    index.unpin(piece.entry for piece in found.pieces)
+            self._pins.clear()
 
     def evict(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> int:
         """See `Client`."""

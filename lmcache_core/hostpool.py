@@ -12,6 +12,7 @@ owner calls it under one mutex.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
@@ -58,6 +59,10 @@ class Slot:
         start = form.header_bytes + shard * form.shard_bytes
         size = form.shard_bytes if pages is None else pages * form.page_bytes
         return self.frame[start : start + size]
+
+    def payload_offset(self, shard: int = 0) -> int:
+        """Where in the pool the payload of a shard begins."""
+        return self.offset + self.form.header_bytes + shard * self.form.shard_bytes
 
     def acquire(self) -> None:
         """Become one more holder.
@@ -173,12 +178,14 @@ class HostPool:
 
 
 def _memfd(capacity: int, hugepages: bool) -> int:
-    flags = os.MFD_CLOEXEC | (os.MFD_HUGETLB if hugepages else 0)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if hugepages else 0)
     fd = os.memfd_create("lmcache-pool", flags)
     try:
         os.ftruncate(fd, capacity)
         if hugepages:
             os.posix_fallocate(fd, 0, capacity)
+        # Others map it too: nobody may take memory away from under them.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
         os.close(fd)
         raise PoolError(

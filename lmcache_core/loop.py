@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from lmcache_core.errors import ClosedError, UsageError
@@ -61,12 +61,15 @@ class LoopThread:
         Raises:
             UsageError: Called on the loop's own thread, which would wait for itself.
             TimeoutError: It has not ended within `timeout` seconds; it goes on.
-            ClosedError: The loop has stopped.
+            ClosedError: The loop has stopped, or does before that ends.
         """
         if threading.current_thread() is self.thread:
             work.close()
             raise UsageError("a blocking call was made on the event loop's own thread; await the async form instead")
-        return self.start(work).result(timeout)
+        try:
+            return self.start(work).result(timeout)
+        except CancelledError as error:
+            raise ClosedError("the node has been closed meanwhile") from error
 
     def stop(self) -> None:
         """Cancel what still runs on the loop, stop it and wait for its thread. A thread that a plugin blocks is left

@@ -91,8 +91,8 @@ class Node:
         self._prober = Prober(self.guard, self.runners, self.start, self._reports.learned)
         self._closed = False
         self._ticking: Future[None] | None = None
-        self.metrics: Server | None = None
-        """Serves the metrics until the node is closed."""
+        self.servers: list[Server] = []
+        """Serve others until the node is closed; the last one is closed first."""
         _nodes.add(self)
         try:
             self.pool.start_prefault(self.guard.mutex)
@@ -143,12 +143,15 @@ class Node:
             last.callback(self._log_writer.close)
             last.callback(self._framer.close)
             last.callback(self._loop.stop)
-            if self.metrics is not None:
-                last.callback(self.metrics.close)
-            try:
-                self._loop.run(self._stop(grace), 2 * grace + CLOSE_TIMEOUT)
-            except TimeoutError:
-                log.error("the node's event loop does not answer; a backend may have blocked it; leaving it behind")
+            last.callback(self._end_work, grace)
+            for server in self.servers:
+                last.callback(server.close)
+
+    def _end_work(self, grace: float) -> None:
+        try:
+            self._loop.run(self._stop(grace), 2 * grace + CLOSE_TIMEOUT)
+        except TimeoutError:
+            log.error("the node's event loop does not answer; a backend may have blocked it; leaving it behind")
 
     async def _stop(self, grace: float) -> None:
         self._work()
@@ -197,17 +200,18 @@ class Node:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until nothing is queued or under way on any tier but what is past its deadline. Returns whether that
         came in time."""
-
-        async def drained() -> None:
-            self._work()
-            for runner in self.runners:
-                await runner.drained()
-
         try:
-            self._loop.run(drained(), timeout)
+            return self._loop.run(self._drained(timeout), None if timeout is None else timeout + TICK)
         except TimeoutError:
             return False
-        return True
+
+    def flushed(self, timeout: float | None = None) -> Future[bool]:
+        """What `flush` returns, later.
+
+        Raises:
+            ClosedError: The node has been closed.
+        """
+        return self._loop.start(self._drained(timeout))
 
     def ask(self, spaces: Sequence[Space], keys: Sequence[bytes], first_page: int, places: int) -> Future[Any] | None:
         """Ask tiers that cannot be listed for the rest of a prompt, unless that was done just now. Called under the
@@ -227,6 +231,16 @@ class Node:
         self._loop.call(work)
 
     # On the event loop
+
+    async def _drained(self, seconds: float | None) -> bool:
+        self._work()
+        try:
+            async with asyncio.timeout(seconds):
+                for runner in self.runners:
+                    await runner.drained()
+        except TimeoutError:
+            return False
+        return True
 
     def _wake(self) -> None:
         self._loop.call(self._work)

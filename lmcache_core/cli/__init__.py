@@ -24,6 +24,7 @@ __all__ = ["COMMANDS", "main", "make_parser"]
 COMMANDS = {
     "demo": "Show with a small model on this machine's CPU what reusing a prefix saves.",
     "bench": "Measure memory and the configured tiers on this machine, as ratios of what it can do.",
+    "serve": "Run a node that all engines of this host share.",
     "config": "Check, explain, describe or convert a configuration.",
     "backends": "List the installed storage backends with their options.",
     "inspect": "Say what lies below the path of a disk tier; changes nothing, also while it is in use.",

@@ -116,6 +116,15 @@ class Config(_Section, frozen=True, forbid_unknown_fields=True):
     """Storage tiers below the host pool, fastest first."""
     salt: Secret = ""
     """Tenant secret that goes into every key: nodes with another salt share nothing. Empty shares with all."""
+    socket: str = ""
+    """Unix socket at which other processes of this host can use this node: a path, or `auto` for one below the runtime
+    directory. Empty for none."""
+    connect: str = ""
+    """Unix socket of a node to use instead of one of its own: a path, or `auto`. What else is set here of tiers and
+    memory is the other node's to decide."""
+    call_timeout: Duration = 1.0
+    """Time in which a node that is used by its socket must answer. Afterwards it counts as gone until it can be reached
+    again, and what it would have given is computed."""
     metrics: MetricsConfig = MetricsConfig()
     """The Prometheus endpoint."""
     lease_timeout: Duration = 30.0

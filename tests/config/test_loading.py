@@ -216,7 +216,7 @@ def test_the_environment_alone_makes_tiers() -> None:
         ("CHUNK_TOKEN", "8", "unknown key 'CHUNK_TOKEN'; did you mean LMCACHE_CORE_CHUNK_TOKENS?"),
         ("CPU_CAPACITY", "8GiB", "unknown key 'CPU_CAPACITY'; did you mean LMCACHE_CORE_CPU__CAPACITY?"),
         ("METRICS_PORT", "80", "unknown key 'METRICS_PORT'; did you mean LMCACHE_CORE_METRICS__PORT?"),
-        ("ZZZZ", "8", "unknown key 'ZZZZ'; known are LMCACHE_CORE_ + CHUNK_TOKENS, CPU, "),
+        ("ZZZZ", "8", "unknown key 'ZZZZ'; known are LMCACHE_CORE_ + CALL_TIMEOUT, CHUNK_TOKENS, "),
         (
             "TIERS__0__PAHT",
             "/a",
@@ -330,6 +330,9 @@ def test_what_is_shown() -> None:
         ("tiers[0].patience", "none", "default"),
         ("tiers[0].mode", "fast", "default"),
         ("salt", "''", "default"),
+        ("socket", "''", "default"),
+        ("connect", "''", "default"),
+        ("call_timeout", "1s", "default"),
         ("metrics.enabled", "false", "default"),
         ("metrics.host", "127.0.0.1", "default"),
         ("metrics.port", "9464", "default"),

@@ -1,0 +1,67 @@
+"""`lmcache-core serve`: a node as a process of its own, for all engines of this host."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from types import FrameType
+
+import msgspec
+
+from lmcache_core.assembly import build_node
+from lmcache_core.cli.loading import load_usable
+from lmcache_core.service.address import AUTO, socket_path
+from lmcache_core.units import format_size
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="the YAML file; by default the one that LMCACHE_CORE_CONFIG names"
+    )
+    parser.add_argument(
+        "--socket", metavar="PATH", help="where to listen; by default the configuration's `socket`, else `auto`"
+    )
+    parser.add_argument("--verbose", action="store_true", help="log more")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until told to stop by SIGTERM or SIGINT; then write what is queued and end."""
+    logging.basicConfig(
+        level=logging.DEBUG if arguments.verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    config = load_usable(arguments.config).config
+    path = socket_path(arguments.socket or config.socket or AUTO)
+    config = msgspec.structs.replace(config, socket=path, connect="")
+    stop = threading.Event()
+
+    def told(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, told)
+    with build_node(config) as node:
+        tiers = ", ".join(tier.name for tier in config.tiers) or "none"
+        print(f"serving at {path}: {format_size(node.pool.capacity)} of host memory, tiers: {tiers}", flush=True)
+        notify_manager("READY=1")
+        stop.wait()
+        notify_manager("STOPPING=1")
+        print("stopping: writing what is queued", file=sys.stderr, flush=True)
+    return 0
+
+
+def notify_manager(state: str) -> None:
+    """Tell systemd, if it wants to know, what this service is doing; see sd_notify(3)."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)

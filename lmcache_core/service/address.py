@@ -1,0 +1,111 @@
+"""Where the socket of a node is, and whose it is."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+
+from lmcache_core.errors import ConfigError
+
+AUTO = "auto"
+LONGEST = 107
+"""Bytes of the longest path of a Unix socket on Linux."""
+BACKLOG = 128
+
+
+def socket_path(setting: str) -> str:
+    """The path that a setting names: itself, or for `auto` one for this user below the runtime directory.
+
+    Raises:
+        ConfigError: It is too long for a socket, or no path.
+    """
+    path = str(_runtime_directory() / "node.sock") if setting == AUTO else os.path.abspath(os.path.expanduser(setting))
+    if "\0" in path or len(os.fsencode(path)) > LONGEST:
+        raise ConfigError(
+            f"the socket {path!r} cannot be had: a path of at most {LONGEST} bytes is needed; choose a shorter one"
+        )
+    return path
+
+
+def _runtime_directory() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    if os.path.isdir(runtime) and os.access(runtime, os.W_OK):
+        return Path(runtime) / "lmcache-core"
+    return Path("/tmp") / f"lmcache-core-{os.getuid()}"  # checked to be ours before it is used
+
+
+class Listener:
+    """The listening socket at a path, for its user alone (mode 0600). What a dead node left there is replaced.
+
+    Raises:
+        ConfigError: Another node listens there, or the path cannot be used.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._lock = -1
+        directory = os.path.dirname(path)
+        try:
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+            _check_ours(directory)
+            self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"a node is served at {path} already; stop it, use it ('connect: {path}'), or choose another socket"
+                ) from None
+            self._remove_socket()
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            before = os.umask(0o177)
+            try:
+                self.socket.bind(path)
+            finally:
+                os.umask(before)
+            self.socket.listen(BACKLOG)
+            self._inode = os.stat(path).st_ino
+        except OSError as error:
+            self._unlock()
+            raise ConfigError(f"the socket {path} cannot be made: {error.strerror}; choose another one") from error
+        except BaseException:  # whatever it is, the next one must be able to try
+            self._unlock()
+            raise
+
+    def _remove_socket(self) -> None:
+        try:
+            found = os.lstat(self.path)
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(found.st_mode):
+            raise ConfigError(f"{self.path} is there and is no socket; choose another path")
+        os.unlink(self.path)  # of a node that is dead: it would hold the lock
+
+    def close(self) -> None:
+        """Listen no more, and leave nothing at the path that is ours."""
+        self.socket.close()
+        try:
+            if os.lstat(self.path).st_ino == self._inode:
+                os.unlink(self.path)
+        except FileNotFoundError:
+            pass
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _check_ours(directory: str) -> None:
+    """Refuse a directory for all under /tmp that somebody else has made in our name.
+
+    Raises:
+        ConfigError: It belongs to another user.
+    """
+    if os.path.basename(directory) == f"lmcache-core-{os.getuid()}":
+        found = os.lstat(directory)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise ConfigError(f"{directory} is not a directory of this user alone (mode 0700); remove it")

@@ -1,0 +1,235 @@
+"""One connection of a client to a node: requests and answers on one socket, tickets on another, the pool mapped."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import msgspec
+
+from lmcache_core import errors
+from lmcache_core.errors import ClosedError, LMCacheError
+from lmcache_core.service import wire
+
+A = TypeVar("A", bound=msgspec.Struct)
+T = TypeVar("T")
+
+
+class LinkDown(LMCacheError):
+    """The node has gone, does not answer in time, or says nonsense. The link is closed by it."""
+
+
+class Link:
+    """A connection that works until it doesn't: then it is closed, every call raises `LinkDown`, and all waiting ends.
+
+    Args:
+        path: Of the node's socket.
+        name: What the node calls this client to people.
+        deadline: Seconds in which the node must answer.
+
+    Raises:
+        LinkDown: There is no node, or it does not answer.
+    """
+
+    def __init__(self, path: str, name: str, deadline: float) -> None:
+        self.down = False
+        self.why = ""
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._tickets: dict[int, Callable[[int], None]] = {}
+        self._early: dict[int, int] = {}
+        self._waiting = threading.Lock()
+        """Guards the two."""
+        self._let_go: deque[msgspec.Struct] = deque()
+        self._stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._packets: socket.socket | None = None
+        try:
+            self._stream.settimeout(deadline)
+            self._stream.connect(path)
+            self._reader = wire.Reader(self._stream)
+            self._stream.sendall(wire.encode(wire.Hello(wire.VERSION, name)))
+            self.welcome, fds = self._receive_welcome()
+            # Timeouts of the kernel, so that a receive is one system call.
+            self._stream.settimeout(None)
+            timeout = struct.pack("ll", int(deadline), int(deadline % 1 * 1e6))
+            self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+            self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+            self._packets = socket.socket(fileno=fds[1])
+            with open(fds[0], "rb", closefd=True) as pool:
+                self._map = mmap.mmap(pool.fileno(), self.welcome.pool_bytes)
+        except (OSError, wire.WireError, ValueError) as error:
+            self._stream.close()
+            raise LinkDown(f"no node at {path}: {error or type(error).__name__}") from error
+        except BaseException:  # whatever it is, no socket stays behind
+            self._stream.close()
+            raise
+        self.memory = memoryview(self._map)
+        """The node's pool."""
+
+    def _receive_welcome(self) -> tuple[wire.Welcome, list[int]]:
+        data, fds, _, _ = socket.recv_fds(self._stream, wire.FIRST, 2)
+        try:
+            length = wire.LENGTH.unpack_from(data)[0] if len(data) >= wire.LENGTH.size else 0
+            while len(data) < wire.LENGTH.size + length:
+                more = self._stream.recv(wire.FIRST)
+                if not more:
+                    raise wire.WireError("the node closed the connection")
+                data += more
+            answer = wire.decode_answer(data[wire.LENGTH.size :])
+            if isinstance(answer, wire.Failed):
+                raise wire.WireError(answer.text)
+            if not isinstance(answer, wire.Welcome) or len(fds) != 2:
+                raise wire.WireError("the node does not say what it has")
+            if answer.version != wire.VERSION:
+                raise wire.WireError(f"the node speaks version {answer.version}, this client {wire.VERSION}")
+        except BaseException:  # whatever it is, no descriptor stays behind
+            for fd in fds:
+                os.close(fd)
+            raise
+        return answer, fds
+
+    def later(self, request: msgspec.Struct) -> None:
+        """Send a request that has no answer before the next one. May be called from anywhere, finalizers too."""
+        self._let_go.append(request)
+
+    def _send(self, message: bytes) -> None:
+        if self._let_go:
+            first = []
+            while self._let_go:
+                first.append(wire.encode(self._let_go.popleft()))
+            message = b"".join([*first, message])
+        self._stream.sendall(message)
+
+    def call(self, request: msgspec.Struct, answer: type[A]) -> A:
+        """Send a request and return its answer.
+
+        Raises:
+            LinkDown: None came in time.
+            LMCacheError: What the node raised.
+        """
+        message = wire.encode(request)
+        if not self._lock.acquire(timeout=self._deadline):
+            raise self.fail("it does not answer in time")
+        try:
+            if self.down:
+                raise LinkDown(self.why)
+            self._send(message)
+            body = self._reader.receive()
+            if body is None:
+                raise wire.WireError("it has closed the connection")
+            got = wire.decode_answer(body)
+        except (OSError, wire.WireError) as error:
+            late = isinstance(error, BlockingIOError)
+            raise self.fail("it does not answer in time" if late else str(error)) from error
+        except LinkDown:
+            raise
+        except BaseException:  # an interrupt: which answer would come next is not known any more
+            self.fail("a call was interrupted")
+            raise
+        finally:
+            self._lock.release()
+        if isinstance(got, answer):
+            return got
+        if isinstance(got, wire.Failed):
+            raised = _raised(got)
+            raise self.fail(got.text) if isinstance(raised, ClosedError) else raised
+        raise self.fail(f"it answers a {type(request).__name__} with a {type(got).__name__}")
+
+    def cast(self, request: msgspec.Struct) -> None:
+        """Send a request that has no answer.
+
+        Raises:
+            LinkDown: It cannot be sent.
+        """
+        message = wire.encode(request)
+        if not self._lock.acquire(timeout=self._deadline):
+            raise self.fail("it does not answer in time")
+        try:
+            if self.down:
+                raise LinkDown(self.why)
+            self._send(message)
+        except OSError as error:
+            raise self.fail(str(error)) from error
+        except LinkDown:
+            raise
+        except BaseException:  # an interrupt: half a message may be on its way
+            self.fail("a call was interrupted")
+            raise
+        finally:
+            self._lock.release()
+
+    def ticket(self, number: int, kind: Callable[[int], T]) -> Future[T]:
+        """The future of a ticket that a call has returned: `kind` of its value, of 0 if the link goes down before."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+        with self._waiting:
+            value = self._early.pop(number, None)
+            if value is None and not self.down:
+                self._tickets[number] = lambda value: future.set_result(kind(value))
+                return future
+        future.set_result(kind(value or 0))
+        return future
+
+    def listen(self) -> None:
+        """Take the node's word on tickets, on this thread, until the link is down."""
+        packets = self._packets
+        assert packets is not None
+        try:
+            while packet := packets.recv(wire.FIRST):
+                done = wire.decode_done(packet)
+                with self._waiting:
+                    tell = self._tickets.pop(done.ticket, None)
+                    if tell is None:
+                        self._early[done.ticket] = done.value
+                if tell is not None:
+                    tell(done.value)
+            self.fail("it has closed the connection")
+        except (OSError, wire.WireError) as error:
+            self.fail(str(error))
+
+    def fail(self, why: str) -> LinkDown:
+        """Close the link; idempotent. Returns an exception that says why."""
+        with self._waiting:
+            if not self.down:
+                self.down = True
+                self.why = f"the node is gone: {why}"
+            tickets, self._tickets = self._tickets, {}
+            self._early.clear()
+        for end in (self._stream, self._packets):
+            if end is not None:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)  # wakes whoever waits in it
+        for tell in tickets.values():
+            tell(0)
+        return LinkDown(self.why)
+
+    def abandon(self) -> None:
+        """Close this process's copies of the sockets and nothing else, in a forked child."""
+        self.down = True
+        self.why = "this process was forked"
+        self._stream.close()
+        if self._packets is not None:
+            self._packets.close()
+
+    def close(self) -> None:
+        """Let go of the sockets. The memory stays mapped for those who still copy from it."""
+        self.fail("this client was closed")
+        self._stream.close()
+        if self._packets is not None:
+            self._packets.close()
+
+
+def _raised(failed: wire.Failed) -> LMCacheError:
+    kind = getattr(errors, failed.kind, None)
+    if isinstance(kind, type) and issubclass(kind, LMCacheError):
+        error: LMCacheError = kind(failed.text)
+        return error
+    return LMCacheError(f"{failed.kind}: {failed.text}")

@@ -1,0 +1,403 @@
+"""`RemoteClient`: the client of a node in another process of this host.
+
+The bytes of chunks are copied on the caller's thread, from and to the node's pool, which is mapped here; all else is
+messages. Whatever happens to the node, a call ends within the deadline, and what it would have given is a miss. The
+client comes back to a node that is there again by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from lmcache_core.client import AHEAD, Boundary, Finished, Grant, Held, Model, Part, Room, Stats, Storing
+from lmcache_core.config import Config
+from lmcache_core.errors import BackendError, ClosedError, LayoutError, UsageError
+from lmcache_core.namespace import Namespace
+from lmcache_core.ratelog import RateLog
+from lmcache_core.service import wire
+from lmcache_core.service.link import Link, LinkDown
+from lmcache_core.service.session import names
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE = 0.05
+LONGEST_PAUSE = 2.0
+"""Seconds between two tries to come back to a node."""
+
+
+@dataclass(eq=False, slots=True)
+class RemoteModel:
+    """See `Model`. The number it has is each connection's own."""
+
+    namespace: Namespace
+    numbers: weakref.WeakKeyDictionary[Link, int] = field(default_factory=weakref.WeakKeyDictionary)
+    refused: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class _Lease:
+    link: Link
+    number: int
+    granted: dict[int, wire.Granted]
+    released: bool = False
+
+    def __del__(self) -> None:
+        if not self.released:
+            self.link.later(wire.Release(self.number))
+
+
+@dataclass(eq=False, slots=True)
+class _Store:
+    link: Link
+    number: int
+    finished: bool = False
+
+    def __del__(self) -> None:
+        if not self.finished:
+            self.link.later(wire.DropStore(self.number))
+
+
+class RemoteClient:
+    """See `Client`. A node that isn't there when this is made is used as soon as it is.
+
+    Args:
+        path: Of the node's socket.
+        config: Settings of this client: `call_timeout`, and what to assume of a node that has not been seen yet.
+        name: What the node calls this client to people; the program's name by default.
+    """
+
+    def __init__(self, path: str, config: Config, name: str = "") -> None:
+        self.path = path
+        self.chunk_tokens = config.chunk_tokens
+        self.page_tokens = config.page_tokens
+        self.retention_tokens = config.retention_tokens
+        self._name = name or f"{os.path.basename(sys.argv[0] or 'python')} ({os.getpid()})"
+        self._deadline = config.call_timeout
+        self._log = RateLog(log, config.log_interval)
+        self._link: Link | None = None
+        self._closed = threading.Event()
+        self._came = threading.Condition()
+        _clients.add(self)
+        first = self._connect()
+        self._thread = threading.Thread(target=self._keep, args=(first,), name="lmcache-link", daemon=True)
+        self._thread.start()
+
+    # The connection
+
+    def _connect(self) -> Link | None:
+        try:
+            link = Link(self.path, self._name, self._deadline)
+        except LinkDown as error:
+            self._log.warning("connect", "%s; what it would give is computed until it is there", error)
+            return None
+        self.chunk_tokens = link.welcome.chunk_tokens
+        self.page_tokens = link.welcome.page_tokens
+        self.retention_tokens = link.welcome.retention_tokens
+        with self._came:
+            self._link = link
+            self._came.notify_all()
+        return link
+
+    def _keep(self, link: Link | None) -> None:
+        pause = FIRST_PAUSE
+        while not self._closed.is_set():
+            if link is None:
+                if self._closed.wait(pause):
+                    return
+                pause = min(LONGEST_PAUSE, 2 * pause)
+                link = self._connect()
+                continue
+            pause = FIRST_PAUSE
+            link.listen()
+            if not self._closed.is_set():
+                self._log.warning("down", "%s; what it would give is computed until it is back", link.why)
+            with self._came:
+                self._link = None
+            link.close()
+            link = None
+
+    def wait_until_up(self, timeout: float) -> bool:
+        """Wait for a connection. Returns whether there is one."""
+        with self._came:
+            return self._came.wait_for(lambda: self._link is not None and not self._link.down, timeout)
+
+    def _up(self) -> Link:
+        if self._closed.is_set():
+            raise ClosedError("this client has been closed")
+        link = self._link
+        if link is None or link.down:
+            raise LinkDown(f"the node at {self.path} is not there")
+        return link
+
+    def _number(self, link: Link, model: Model) -> int:
+        if not isinstance(model, RemoteModel):
+            raise UsageError("a model that was registered with another client")
+        if model.refused:
+            raise LinkDown(model.refused)
+        number = model.numbers.get(link)
+        if number is None:
+            try:
+                number = link.call(wire.Register(model.namespace), wire.Number).value
+            except LayoutError as error:
+                model.refused = str(error)
+                self._log.warning("register", "the node at %s takes no such KV: %s", self.path, error)
+                raise LinkDown(model.refused) from error
+            model.numbers[link] = number
+        return number
+
+    def _try(self, call: Callable[[Link], T], otherwise: T) -> T:
+        """What the call returns, or `otherwise` while the node is not there."""
+        try:
+            return call(self._up())
+        except LinkDown:
+            return otherwise
+
+    def _ask(self, call: Callable[[Link], T]) -> T:
+        """What the call returns.
+
+        Raises:
+            BackendError: The node is not there.
+        """
+        try:
+            return call(self._up())
+        except LinkDown as error:
+            raise BackendError(f"{error}; start it with: lmcache-core serve --socket {self.path}") from error
+
+    # As in `Client`
+
+    def register(self, namespace: Namespace) -> RemoteModel:
+        """See `Client`."""
+        if not isinstance(namespace, Namespace):
+            raise LayoutError(f"a Namespace says what the KV is of; this is a {type(namespace).__name__}")
+        model = RemoteModel(namespace)
+        self._try(lambda link: self._number(link, model), 0)
+        if model.refused:
+            raise LayoutError(model.refused)
+        return model
+
+    def lookup(
+        self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None, *, quiet: bool = False
+    ) -> Boundary:
+        """See `Client`."""
+
+        def ask(link: Link) -> Boundary:
+            request = wire.Lookup(self._number(link, model), wire.join_keys(keys), names(places), quiet)
+            found = link.call(request, wire.Boundary)
+            return Boundary(found.pages, found.tiers, found.pending)
+
+        return self._try(ask, Boundary(0, {}))
+
+    def hold(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> Held:
+        """See `Client`."""
+
+        def ask(link: Link) -> Held:
+            request = wire.Hold(self._number(link, model), wire.join_keys(keys), names(places), AHEAD)
+            got = link.call(request, wire.Held)
+            lease = _Lease(link, got.hold, dict(enumerate(got.granted)))
+            asked = link.ticket(got.asked, bool) if got.asked else None
+            return Held(got.pages, [Part(p.group, p.first, p.pages) for p in got.parts], asked, lease)
+
+        return self._try(ask, Held(0, []))
+
+    def grant(self, held: Held, start: int, ahead: int) -> list[Grant]:
+        """See `Client`."""
+        lease: _Lease | None = held.handle
+        if lease is None or lease.released:
+            return []
+        link = lease.link
+        if start in lease.granted:  # came with the lease
+            granted = []
+            while start in lease.granted:
+                granted.append(lease.granted.pop(start))
+                start += 1
+        else:
+            try:
+                granted = list(link.call(wire.Grant(lease.number, start, ahead), wire.Grants).granted)
+            except LinkDown:
+                return []
+        return [self._granted(link, each) for each in granted]
+
+    @staticmethod
+    def _granted(link: Link, granted: wire.Granted) -> Grant:
+        if granted.ticket:
+            return Grant(None, granted.tier, link.ticket(granted.ticket, bool))
+        source = link.memory[granted.offset : granted.offset + granted.nbytes].toreadonly()
+        return Grant(source, granted.tier, None, granted.offset)
+
+    def consume(self, held: Held, parts: int) -> None:
+        """See `Client`."""
+        lease: _Lease | None = held.handle
+        if lease is not None and not lease.released:
+            self._cast(lease.link, wire.Consume(lease.number, parts))
+
+    def release(self, held: Held) -> None:
+        """See `Client`."""
+        lease: _Lease | None = held.handle
+        if lease is not None and not lease.released:
+            lease.released = True
+            self._cast(lease.link, wire.Release(lease.number))
+
+    @staticmethod
+    def _cast(link: Link, request: msgspec.Struct) -> None:
+        with contextlib.suppress(LinkDown):  # what it was about has ended with the connection
+            link.cast(request)
+
+    def begin_store(
+        self,
+        model: Model,
+        keys: Sequence[bytes],
+        at: Sequence[int] = (),
+        first_page: int = 0,
+        places: Sequence[str] | None = None,
+    ) -> Storing:
+        """See `Client`."""
+
+        def ask(link: Link) -> Storing:
+            request = wire.BeginStore(
+                self._number(link, model), wire.join_keys(keys), tuple(at), first_page, names(places)
+            )
+            got = link.call(request, wire.Rooms)
+            store = _Store(link, got.store)
+            rooms = [
+                Room(
+                    Part(room.group, room.first, room.pages),
+                    link.memory[room.offset : room.offset + room.nbytes],
+                    (store, number),
+                    room.offset,
+                )
+                for number, room in enumerate(got.rooms)
+            ]
+            return Storing(rooms, got.present, got.dropped, store)
+
+        groups = len(model.namespace.groups)
+        return self._try(ask, Storing([], 0, len(keys) * groups))
+
+    def filled(self, room: Room) -> None:
+        """See `Client`."""
+        store, number = room.handle
+        with contextlib.suppress(BufferError):  # somebody has made an array of it and keeps that
+            room.target.release()
+        self._cast(store.link, wire.Filled(store.number, number))
+
+    def finish_store(self, storing: Storing) -> Finished:
+        """See `Client`."""
+        store: _Store | None = storing.handle
+        nothing: Future[bool] = Future()
+        nothing.set_result(False)
+        if store is None:
+            return Finished(0, nothing)
+        store.finished = True
+        try:
+            got = store.link.call(wire.FinishStore(store.number), wire.Finished)
+        except LinkDown:
+            return Finished(0, nothing)
+        return Finished(got.pages, store.link.ticket(got.ticket, bool))
+
+    def prefetch(
+        self, model: Model, keys: Sequence[bytes], source: Sequence[str] | None, destination: str
+    ) -> Future[int]:
+        """See `Client`."""
+
+        def ask(link: Link) -> Future[int]:
+            request = wire.Prefetch(self._number(link, model), wire.join_keys(keys), names(source), destination)
+            return link.ticket(link.call(request, wire.Number).value, int)
+
+        nothing: Future[int] = Future()
+        nothing.set_result(0)
+        return self._try(ask, nothing)
+
+    def pin(self, model: Model, keys: Sequence[bytes]) -> int:
+        """See `Client`. Pins end with the connection."""
+        return self._ask(
+            lambda link: link.call(wire.Pin(self._number(link, model), wire.join_keys(keys)), wire.Number).value
+        )
+
+    def unpin(self, model: Model, keys: Sequence[bytes]) -> int:
+        """See `Client`."""
+        return self._ask(
+            lambda link: link.call(wire.Unpin(self._number(link, model), wire.join_keys(keys)), wire.Number).value
+        )
+
+    def evict(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> int:
+        """See `Client`."""
+        return self._ask(
+            lambda link: (
+                link.call(wire.Evict(self._number(link, model), wire.join_keys(keys), names(places)), wire.Number).value
+            )
+        )
+
+    def clear(self, model: Model | None = None, places: Sequence[str] | None = None) -> int:
+        """See `Client`."""
+        return self._ask(
+            lambda link: (
+                link.call(
+                    wire.Clear(None if model is None else self._number(link, model), names(places)), wire.Number
+                ).value
+            )
+        )
+
+    def count(self, name: str, label: str, amount: float = 1) -> None:
+        """See `Client`."""
+        link = self._link
+        if link is not None:
+            self._cast(link, wire.Count(name, label, float(amount)))
+
+    def stats(self) -> Stats:
+        """See `Client`.
+
+        Raises:
+            BackendError: The node is not there.
+        """
+        report = self._ask(lambda link: link.call(wire.AskStats(), wire.Report))
+        return msgspec.msgpack.decode(report.stats, type=Stats)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """See `Client`. False while the node is not there."""
+
+        def ask(link: Link) -> Future[bool]:
+            return link.ticket(link.call(wire.Flush(timeout), wire.Number).value, bool)
+
+        nothing: Future[bool] = Future()
+        nothing.set_result(False)
+        future = self._try(ask, nothing)
+        try:
+            return future.result(None if timeout is None else timeout + self._deadline)
+        except TimeoutError:
+            return False
+
+    def close(self) -> None:
+        """Let go of the node; what this client holds there ends. Idempotent."""
+        self._closed.set()
+        link = self._link
+        if link is not None:
+            link.fail("this client was closed")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * self._deadline)
+
+
+_clients: weakref.WeakSet[RemoteClient] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: its copies of sockets would keep the parent's connection up after the parent has died."""
+    for client in list(_clients):
+        client._closed.set()
+        link, client._link = client._link, None
+        if link is not None:
+            link.abandon()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,318 @@
+"""One client of a node's socket: its requests, carried out on a thread of its own, and all that it holds.
+
+Leases, stores and pins belong to the session and end with it, at whatever instruction the client died: the kernel
+closes its socket when none of its threads can write to the pool any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, NoReturn
+
+import msgspec
+
+from lmcache_core.client import Held, Model, Storing
+from lmcache_core.counts import COUNTERS
+from lmcache_core.direct import DirectClient
+from lmcache_core.errors import ClosedError, LMCacheError, UsageError
+from lmcache_core.node import Node
+from lmcache_core.service import wire
+
+MOST_HELD = 4096
+"""Leases and stores that one client may have at a time."""
+MOST_MODELS = 256
+MOST_AHEAD = 64
+MOST_LABELS = 64
+CLIENTS_COUNT = ("retrieved_tokens", "stored_tokens", "present_tokens", "copied_bytes", "copy_seconds", "faults")
+LABEL = re.compile(r"[A-Za-z0-9._ -]{1,64}")
+SEND_TIMEOUT = 5.0
+"""Seconds after which a client that doesn't take its answers is sent away."""
+HELLO_TIMEOUT = 5.0
+"""Seconds in which a client must have said who it is."""
+
+
+class Session:
+    """See the module. `run` serves until the client has left or is sent away."""
+
+    def __init__(self, node: Node, stream: socket.socket) -> None:
+        self.name = "?"
+        self.pid, self.uid, self.gid = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        self._client = DirectClient(node)
+        self._node = node
+        self._stream = stream
+        self._reader = wire.Reader(stream)
+        self._packets, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._packets.setblocking(False)
+        self._models: list[Model] = []
+        self._holds: dict[int, Held] = {}
+        self._stores: dict[int, Storing] = {}
+        self._labels: set[str] = set()
+        self._numbers = 0
+        self._verbs: dict[type[msgspec.Struct], Callable[[Any], wire.Answer | None]] = {
+            wire.Register: self._register,
+            wire.Lookup: self._lookup,
+            wire.Hold: self._hold,
+            wire.Grant: self._grant,
+            wire.Consume: self._consume,
+            wire.Release: self._release,
+            wire.BeginStore: self._begin_store,
+            wire.Filled: self._filled,
+            wire.FinishStore: self._finish_store,
+            wire.DropStore: self._drop_store,
+            wire.Prefetch: self._prefetch,
+            wire.Pin: self._pin,
+            wire.Unpin: self._unpin,
+            wire.Evict: self._evict,
+            wire.Clear: self._clear,
+            wire.Count: self._count,
+            wire.AskStats: self._stats,
+            wire.Flush: self._flush,
+        }
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """How many leases and stores the client has."""
+        return len(self._holds), len(self._stores)
+
+    def run(self) -> None:
+        """Serve the client. Never raises for what the client does."""
+        try:
+            self._stream.settimeout(HELLO_TIMEOUT)
+            self._greet()
+            # Timeouts of the kernel, so that a receive is one system call.
+            self._stream.settimeout(None)
+            self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_TIMEOUT), 0))
+            while (body := self._reader.receive()) is not None:
+                answer = self._answer(wire.decode_request(body))
+                if answer is not None:
+                    self._stream.sendall(wire.encode(answer))
+        except wire.WireError as error:
+            with contextlib.suppress(OSError):
+                self._stream.sendall(wire.encode(wire.Failed(type(error).__name__, str(error))))
+        except OSError:
+            pass  # the client has gone, or doesn't take its answers
+        finally:
+            self.end()
+
+    def stop(self) -> None:
+        """Make `run` return soon. May be called from any thread."""
+        with contextlib.suppress(OSError):
+            self._stream.shutdown(socket.SHUT_RDWR)
+
+    def _greet(self) -> None:
+        body = self._reader.receive()
+        hello = None if body is None else wire.decode_request(body)
+        if not isinstance(hello, wire.Hello):
+            raise wire.WireError("a connection begins with a Hello")
+        if hello.version != wire.VERSION:
+            raise wire.WireError(
+                f"this node speaks version {wire.VERSION}, the client {hello.version}; install one version of "
+                "lmcache-core for both"
+            )
+        self.name = hello.name[:100]
+        client, pool = self._client, self._node.pool
+        welcome = wire.Welcome(
+            wire.VERSION,
+            pool.capacity,
+            client.chunk_tokens,
+            client.page_tokens,
+            client.retention_tokens,
+            tuple(client.places),
+        )
+        message = wire.encode(welcome)
+        sent = socket.send_fds(self._stream, [message], [pool.fd, self._theirs.fileno()])
+        self._stream.sendall(message[sent:])
+        self._theirs.close()
+
+    def _answer(self, request: wire.Request) -> wire.Answer | None:
+        verb = self._verbs.get(type(request))
+        if verb is None:
+            raise wire.WireError(f"a {type(request).__name__} is out of order")
+        try:
+            return verb(request)
+        except wire.WireError:
+            raise
+        except (LMCacheError, ValueError, TypeError, OverflowError) as error:
+            if isinstance(request, wire.CASTS):
+                return None  # nobody waits for it; what it was about is gone
+            return wire.Failed(type(error).__name__, str(error))
+
+    def end(self) -> None:
+        """Give back all that the client has. Called once `run` does nothing any more."""
+        with contextlib.suppress(ClosedError):
+            for held in self._holds.values():
+                self._client.release(held)
+        self._holds.clear()
+        with contextlib.suppress(ClosedError):
+            for storing in self._stores.values():
+                self._client.finish_store(storing)
+        self._stores.clear()
+        with contextlib.suppress(ClosedError):
+            self._client.unpin_all()
+        for end in (self._packets, self._theirs, self._stream):
+            end.close()
+
+    # What the client names by numbers
+
+    def _number(self) -> int:
+        if len(self._holds) + len(self._stores) >= MOST_HELD:
+            raise UsageError(f"one client may have {MOST_HELD} leases and stores at a time; release some")
+        self._numbers += 1
+        return self._numbers
+
+    def _model(self, number: int) -> Model:
+        if not 0 <= number < len(self._models):
+            _unknown("model", number)
+        return self._models[number]
+
+    def _held(self, number: int) -> Held:
+        return self._holds.get(number) or _unknown("lease", number)
+
+    def _storing(self, number: int) -> Storing:
+        return self._stores.get(number) or _unknown("store", number)
+
+    def _ticket(self, future: Future[Any]) -> int:
+        """A number under which the outcome of a future is told. 0 is none."""
+        self._numbers += 1
+        ticket = self._numbers
+        future.add_done_callback(lambda done: self._tell(ticket, done))
+        return ticket
+
+    def _tell(self, ticket: int, done: Future[Any]) -> None:
+        # On the event loop, mostly: this must not block. Who leaves so many packets unread is sent away.
+        try:
+            value = int(done.result() or 0)
+        except (CancelledError, LMCacheError, TimeoutError):
+            value = 0
+        try:
+            self._packets.send(wire.encode_done(ticket, value))
+        except OSError:
+            self.stop()
+
+    # Verbs, as in `Client`
+
+    def _register(self, request: wire.Register) -> wire.Answer:
+        if len(self._models) >= MOST_MODELS:
+            raise UsageError(f"one client may have {MOST_MODELS} models")
+        self._models.append(self._client.register(request.namespace))
+        return wire.Number(len(self._models) - 1)
+
+    def _lookup(self, request: wire.Lookup) -> wire.Answer:
+        keys = wire.split_keys(request.keys)
+        found = self._client.lookup(self._model(request.model), keys, request.places, quiet=request.quiet)
+        return wire.Boundary(found.pages, dict(found.tiers), found.pending)
+
+    def _hold(self, request: wire.Hold) -> wire.Answer:
+        number = self._number()
+        held = self._client.hold(self._model(request.model), wire.split_keys(request.keys), request.places)
+        self._holds[number] = held
+        asked = 0 if held.asked is None else self._ticket(held.asked)
+        parts = tuple(wire.Part(*part) for part in held.parts)
+        return wire.Held(number, held.pages, parts, asked, self._granted(held, 0, request.ahead))
+
+    def _grant(self, request: wire.Grant) -> wire.Answer:
+        return wire.Grants(self._granted(self._held(request.hold), request.start, request.ahead))
+
+    def _granted(self, held: Held, start: int, ahead: int) -> tuple[wire.Granted, ...]:
+        if not (0 <= start <= len(held.parts) and 0 <= ahead <= MOST_AHEAD):
+            raise UsageError(f"a lease has {len(held.parts)} parts; part {start} and {ahead} more cannot be had")
+        grants = self._client.grant(held, start, ahead)
+        return tuple(
+            wire.Granted(
+                grant.tier,
+                grant.offset,
+                0 if grant.source is None else len(grant.source),
+                0 if grant.wait is None else self._ticket(grant.wait),
+            )
+            for grant in grants
+        )
+
+    def _consume(self, request: wire.Consume) -> None:
+        held = self._held(request.hold)
+        if not 0 <= request.parts <= len(held.parts):
+            raise UsageError(f"a lease has {len(held.parts)} parts; {request.parts} cannot have been copied")
+        self._client.consume(held, request.parts)
+
+    def _release(self, request: wire.Release) -> None:
+        self._client.release(self._held(request.hold))
+        del self._holds[request.hold]
+
+    def _begin_store(self, request: wire.BeginStore) -> wire.Answer:
+        number = self._number()
+        keys = wire.split_keys(request.keys)
+        if not 0 <= request.first_page <= len(keys):
+            raise UsageError(f"a prompt of {len(keys)} pages has no page {request.first_page}")
+        if any(not 0 < page <= len(keys) for page in request.at) or sorted(set(request.at)) != list(request.at):
+            raise UsageError(f"boundaries of a prompt of {len(keys)} pages lie in it, ascending")
+        storing = self._client.begin_store(
+            self._model(request.model), keys, request.at, request.first_page, request.places
+        )
+        self._stores[number] = storing
+        rooms = tuple(wire.Room(*room.part, room.offset, len(room.target)) for room in storing.rooms)
+        return wire.Rooms(number, rooms, storing.present, storing.dropped)
+
+    def _filled(self, request: wire.Filled) -> None:
+        storing = self._storing(request.store)
+        if not 0 <= request.room < len(storing.rooms):
+            _unknown("room", request.room)
+        self._client.filled(storing.rooms[request.room])
+
+    def _finish_store(self, request: wire.FinishStore) -> wire.Answer:
+        storing = self._storing(request.store)
+        del self._stores[request.store]
+        finished = self._client.finish_store(storing)
+        return wire.Finished(finished.pages, self._ticket(finished.written))
+
+    def _drop_store(self, request: wire.DropStore) -> None:
+        storing = self._storing(request.store)
+        del self._stores[request.store]
+        self._client.finish_store(storing)
+
+    def _prefetch(self, request: wire.Prefetch) -> wire.Answer:
+        future = self._client.prefetch(
+            self._model(request.model), wire.split_keys(request.keys), request.source, request.destination
+        )
+        return wire.Number(self._ticket(future))
+
+    def _pin(self, request: wire.Pin) -> wire.Answer:
+        return wire.Number(self._client.pin(self._model(request.model), wire.split_keys(request.keys)))
+
+    def _unpin(self, request: wire.Unpin) -> wire.Answer:
+        return wire.Number(self._client.unpin(self._model(request.model), wire.split_keys(request.keys)))
+
+    def _evict(self, request: wire.Evict) -> wire.Answer:
+        keys = wire.split_keys(request.keys)
+        return wire.Number(self._client.evict(self._model(request.model), keys, request.places))
+
+    def _clear(self, request: wire.Clear) -> wire.Answer:
+        model = None if request.model is None else self._model(request.model)
+        return wire.Number(self._client.clear(model, request.places))
+
+    def _count(self, request: wire.Count) -> None:
+        known = request.name in COUNTERS and request.name in CLIENTS_COUNT
+        if not known or not LABEL.fullmatch(request.label) or not 0 <= request.amount < 2**53:
+            raise UsageError(f"clients do not count {request.name!r} of {request.label!r}")
+        self._labels.add(request.label)
+        if len(self._labels) > MOST_LABELS:
+            raise UsageError(f"a client may use {MOST_LABELS} labels")
+        self._client.count(request.name, request.label, request.amount)
+
+    def _stats(self, request: wire.AskStats) -> wire.Answer:
+        return wire.Report(msgspec.msgpack.encode(self._client.stats()))
+
+    def _flush(self, request: wire.Flush) -> wire.Answer:
+        return wire.Number(self._ticket(self._node.flushed(request.timeout)))
+
+
+def _unknown(what: str, number: int) -> NoReturn:
+    raise UsageError(f"there is no {what} {number}; it has ended, or never was")
+
+
+def names(places: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Names of places as a message has them."""
+    return None if places is None else tuple(places)
