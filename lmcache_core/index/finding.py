@@ -41,9 +41,15 @@ def find(spaces: Sequence[Space], keys: Sequence[bytes], readable: int) -> Found
 
 def _prefix(space: Space, group: int, keys: Sequence[bytes], readable: int) -> Found:
     pieces: list[Piece] = []
-    step = space.known.chunk_pages
+    step, chunks, count = space.known.chunk_pages, space.chunks, len(keys)
     first = 0
-    while first < len(keys):
+    while first < count:
+        full = first + step
+        entry = chunks.get(keys[full - 1]) if full <= count else None
+        if entry is not None and entry.where & readable and entry.load is None and len(entry.pages) == step:
+            pieces.append(Piece(group, entry, first, step))  # as `run` would find, several times as fast
+            first = full
+            continue
         found = space.run(keys, first, readable)
         if found is None:
             break
