@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 TICK = 0.25
 START_TIMEOUT = 60.0
 CLOSE_TIMEOUT = 30.0
+STILL = 5.0
+"""Seconds without a tick after which the event loop counts as stuck."""
 CLOSED = "the node has been closed"
 
 
@@ -73,6 +75,7 @@ class Node:
         self.guard = IndexGuard(index, self._wake, self._abandon)
         self.lag = 0.0
         """Seconds by which the event loop was late at its last tick."""
+        self._ticked = time.monotonic()
         self._loop = LoopThread()
         self._framer = Framer()
         self._log_writer = LogWriter()
@@ -226,6 +229,21 @@ class Node:
         """
         return self._loop.start(work)
 
+    def check(self) -> None:
+        """Take a turn, as every call does.
+
+        Raises:
+            ClosedError: The node has been closed, or its index cannot be trusted any more.
+            BackendError: Its event loop stands still, so nothing comes from or goes to any tier.
+        """
+        with self.guard.mutex:
+            self.guard.use()
+        still = time.monotonic() - self._ticked
+        if still > STILL:
+            raise BackendError(
+                f"the event loop has stood still for {still:.0f} s; a backend makes blocking calls on it"
+            )
+
     def later(self, work: Callable[[], None]) -> None:
         """Have `work` called on the event loop soon. May be called from anywhere, finalizers too."""
         self._loop.call(work)
@@ -264,6 +282,7 @@ class Node:
             before = time.monotonic()
             await asyncio.sleep(TICK)
             self.lag = max(0.0, time.monotonic() - before - TICK)
+            self._ticked = time.monotonic()
             self._reports.tick()
             self._work()  # also what was left by a thread that was interrupted before it could wake us
 

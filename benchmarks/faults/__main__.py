@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.faults import crash, frames, logs, media, owners, power, stress
+from benchmarks.faults import crash, frames, logs, media, owners, power, service, stress
 from benchmarks.faults.campaign import Campaign, Fault, Report
 
 FAULTS: list[Fault] = [
@@ -23,6 +23,7 @@ FAULTS: list[Fault] = [
     *owners.FAULTS,
     *power.FAULTS,
     *media.FAULTS,
+    *service.FAULTS,
     *stress.FAULTS,
 ]
 

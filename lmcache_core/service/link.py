@@ -63,6 +63,7 @@ class Link:
             self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
             self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
             self._packets = socket.socket(fileno=fds[1])
+            self._packets.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
             with open(fds[0], "rb", closefd=True) as pool:
                 self._map = mmap.mmap(pool.fileno(), self.welcome.pool_bytes)
         except (OSError, wire.WireError, ValueError) as error:
@@ -179,11 +180,20 @@ class Link:
         return future
 
     def listen(self) -> None:
-        """Take the node's word on tickets, on this thread, until the link is down."""
+        """Take the node's word on tickets, on this thread, until the link is down. When it says nothing while somebody
+        waits for it, it is asked whether it is there: a node that is frozen ends no connection."""
         packets = self._packets
         assert packets is not None
         try:
-            while packet := packets.recv(wire.FIRST):
+            while True:
+                try:
+                    packet = packets.recv(wire.FIRST)
+                except BlockingIOError:  # nothing within the deadline
+                    if self._tickets:
+                        self.call(wire.Ping(), wire.Number)
+                    continue
+                if not packet:
+                    break
                 done = wire.decode_done(packet)
                 with self._waiting:
                     tell = self._tickets.pop(done.ticket, None)
@@ -192,7 +202,7 @@ class Link:
                 if tell is not None:
                     tell(done.value)
             self.fail("it has closed the connection")
-        except (OSError, wire.WireError) as error:
+        except (OSError, LMCacheError) as error:
             self.fail(str(error))
 
     def fail(self, why: str) -> LinkDown:

@@ -27,7 +27,7 @@ from lmcache_core.namespace import Namespace
 from lmcache_core.ratelog import RateLog
 from lmcache_core.service import wire
 from lmcache_core.service.link import Link, LinkDown
-from lmcache_core.service.session import names
+from lmcache_core.service.session import LONGEST_WAIT, names
 
 T = TypeVar("T")
 
@@ -368,7 +368,8 @@ class RemoteClient:
         """See `Client`. False while the node is not there."""
 
         def ask(link: Link) -> Future[bool]:
-            return link.ticket(link.call(wire.Flush(timeout), wire.Number).value, bool)
+            seconds = None if timeout is None else min(max(0.0, timeout), LONGEST_WAIT)
+            return link.ticket(link.call(wire.Flush(seconds), wire.Number).value, bool)
 
         nothing: Future[bool] = Future()
         nothing.set_result(False)

@@ -28,6 +28,7 @@ MOST_HELD = 4096
 MOST_MODELS = 256
 MOST_AHEAD = 64
 MOST_LABELS = 64
+LONGEST_WAIT = 1e6
 CLIENTS_COUNT = ("retrieved_tokens", "stored_tokens", "present_tokens", "copied_bytes", "copy_seconds", "faults")
 LABEL = re.compile(r"[A-Za-z0-9._ -]{1,64}")
 SEND_TIMEOUT = 5.0
@@ -72,6 +73,7 @@ class Session:
             wire.Count: self._count,
             wire.AskStats: self._stats,
             wire.Flush: self._flush,
+            wire.Ping: self._ping,
         }
 
     @property
@@ -306,7 +308,13 @@ class Session:
         return wire.Report(msgspec.msgpack.encode(self._client.stats()))
 
     def _flush(self, request: wire.Flush) -> wire.Answer:
+        if request.timeout is not None and not 0 <= request.timeout <= LONGEST_WAIT:  # nor NaN, which stops event loops
+            raise UsageError(f"a timeout is 0 to {LONGEST_WAIT:g} seconds, not {request.timeout}")
         return wire.Number(self._ticket(self._node.flushed(request.timeout)))
+
+    def _ping(self, request: wire.Ping) -> wire.Answer:
+        self._node.check()
+        return wire.Number(0)
 
 
 def _unknown(what: str, number: int) -> NoReturn:

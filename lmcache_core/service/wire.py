@@ -175,6 +175,10 @@ class Flush(_Message, tag=17):
     timeout: float | None
 
 
+class Ping(_Message, tag=19):
+    """Answered by `Number`, if the node and its event loop are well."""
+
+
 class DropStore(_Message, tag=18):
     """A cast: finish a store that nobody wants to know more of."""
 
@@ -311,6 +315,7 @@ Request: TypeAlias = (
     | AskStats
     | Flush
     | DropStore
+    | Ping
 )
 Answer: TypeAlias = Welcome | Failed | Number | Boundary | Held | Grants | Rooms | Finished | Report
 CASTS = (Consume, Release, Filled, Count, DropStore)

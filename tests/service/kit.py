@@ -83,6 +83,11 @@ class Process:
         self.process.kill()
         self.process.wait()
 
+    def freeze(self) -> None:
+        """SIGSTOP, and wait until it has stopped."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
     def stop(self, seconds: float = 30.0) -> int:
         """SIGTERM, and wait for its end. Returns its exit code."""
         self.process.send_signal(signal.SIGTERM)

@@ -1,0 +1,195 @@
+"""A node as a process and its clients as others: each is killed at any moment, and the node is frozen."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from benchmarks.faults.campaign import Campaign, Fault, Run, until
+from benchmarks.faults.client import MOST_PAGES, PROMPTS
+from benchmarks.faults.engine import Engine, Prompt, frame_shape, namespace, settings
+from benchmarks.faults.stress import leftovers
+from lmcache_core import Cache
+from lmcache_core.config import Config
+from lmcache_core.service.remote import RemoteClient
+
+__all__ = ["FAULTS"]
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 0.5
+"""Seconds in which the node must answer a call."""
+PATIENCE = 4.0
+"""Seconds that a store or retrieve, of several calls, may take on a busy machine."""
+LIFE = 0.4
+POOL = 64
+"""Chunks that the pool has room for: fewer than are stored."""
+
+
+class Child:
+    """A process that says lines."""
+
+    def __init__(self, *words: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])},
+        )
+        self._rest = b""
+        self.said: list[str] = []
+
+    def wait_for(self, start: str, seconds: float = 60.0) -> None:
+        end = time.monotonic() + seconds
+        while not any(line.startswith(start) for line in self.said):
+            if not self._read(end - time.monotonic()):
+                raise EOFError(f"a process ended with {self.process.wait()} before it said {start!r}")
+
+    def _read(self, seconds: float) -> bool:
+        assert self.process.stdout is not None
+        fd = self.process.stdout.fileno()
+        if not select.select([fd], [], [], max(0.0, seconds))[0]:
+            raise TimeoutError("a process has said nothing for too long")
+        data = os.read(fd, 1 << 16)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self.said += [line.decode() for line in lines]
+        return bool(data)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.close()
+
+    def finish(self) -> None:
+        """Let a client end by itself."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"end\n")
+        self.process.stdin.flush()
+        self.wait_for("end")
+        self.close()
+
+    def close(self) -> None:
+        while self._read(60.0):
+            pass
+        self.process.wait(60)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def hear(self, run: Run) -> None:
+        """Take down what a client has said."""
+        for line in self.said:
+            match line.split():
+                case ["!", *_]:
+                    run.wrong(line)
+                case ["?", *_]:
+                    run.lost(line)
+                case ["=", what, number]:
+                    run.seen(what, int(number))
+        self.said.clear()
+
+
+class Host:
+    """One directory, the node on it, and its clients."""
+
+    def __init__(self, campaign: Campaign) -> None:
+        self.socket = campaign.path / "node.sock"
+        self._config = campaign.path / "node.yaml"
+        config = settings(campaign.path / "kv", cpu=POOL * frame_shape().nbytes, capacity="64MiB")
+        self._config.write_text(json.dumps(config))
+        self._clients = 0
+        self._seed = campaign.seed
+        self.node = self.start()
+
+    def start(self) -> Child:
+        node = Child("-m", "lmcache_core", "serve", "--config", str(self._config), "--socket", str(self.socket))
+        node.wait_for("serving")
+        return node
+
+    def client(self) -> Child:
+        self._clients += 1
+        words = [str(self.socket), str(self._seed + self._clients), str(TIMEOUT), str(PATIENCE)]
+        client = Child("-m", "benchmarks.faults.client", *words)
+        client.wait_for("ready")
+        return client
+
+    @contextlib.contextmanager
+    def engine(self, run: Run) -> Iterator[Engine]:
+        with Cache(RemoteClient(str(self.socket), Config(call_timeout=10.0)), namespace()) as cache:
+            if not cache.client.wait_until_up(20):  # type: ignore[attr-defined]
+                run.lost("the node cannot be reached")
+            yield Engine(cache, run, deadline=20.0)
+
+    def judge(self, run: Run) -> None:
+        """Nothing is left over, no byte is wrong, and the node serves."""
+        with self.engine(run) as engine:
+            if not until(lambda: not leftovers(engine.cache.stats()), 20):
+                run.lost(f"left over: {leftovers(engine.cache.stats())}")
+            hits = sum(engine.retrieve(Prompt(number, MOST_PAGES)) > 0 for number in range(PROMPTS))
+            run.seen("prompts with hits", hits)
+            if engine.serves(Prompt(PROMPTS + 1 + run.number, MOST_PAGES)):
+                run.recovered()
+
+    def close(self) -> None:
+        self.node.process.send_signal(signal.SIGCONT)
+        self.node.kill()
+
+
+def kill_clients(campaign: Campaign) -> None:
+    host = Host(campaign)
+    try:
+        for run in campaign:
+            with run:
+                client = host.client()
+                time.sleep(run.rng.random() * LIFE)
+                client.kill()
+                client.hear(run)
+                host.judge(run)
+    finally:
+        host.close()
+
+
+def stop_nodes(how: str, campaign: Campaign) -> None:
+    host = Host(campaign)
+    clients = [host.client(), host.client()]
+    try:
+        for run in campaign:
+            with run:
+                time.sleep(0.2 + run.rng.random() * LIFE)
+                if how == "kill":
+                    host.node.kill()
+                    time.sleep(run.rng.random() * 0.2)
+                    host.node = host.start()
+                else:
+                    host.node.process.send_signal(signal.SIGSTOP)
+                    time.sleep(2 * TIMEOUT + run.rng.random())
+                    host.node.process.send_signal(signal.SIGCONT)
+                for client in clients:
+                    client.hear(run)
+                    client.wait_for("= hits")  # it is back, by itself
+                for client in clients:
+                    client.finish()
+                    client.hear(run)
+                host.judge(run)
+                clients = [host.client(), host.client()]
+    finally:
+        for client in clients:
+            client.kill()
+        host.close()
+
+
+FAULTS = [
+    Fault("kill -9 of a client of a node", 100, kill_clients, few=5, seconds=1),
+    Fault("kill -9 of a node under load", 20, partial(stop_nodes, "kill"), few=1, seconds=5),
+    Fault("a node frozen under load", 5, partial(stop_nodes, "freeze"), few=1, seconds=5),
+]

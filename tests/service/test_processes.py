@@ -1,0 +1,237 @@
+"""Nodes and engines as processes: sharing, dying, freezing and coming back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_core import ConfigError
+from lmcache_core.errors import BackendError
+from lmcache_core.service.address import Listener, socket_path
+from lmcache_core.wrappers import Slow
+from tests.node.kv import CHUNK_TOKENS, PageView, at_rest, retrieve, store, tokens, until
+from tests.node.shelf import Shelf
+from tests.service.kit import Process, open_served, remote, serving
+
+
+class Engine:
+    """A worker process at a node's socket."""
+
+    def __init__(self, path: Path, **environment: str) -> None:
+        self.process = Process("-m", "tests.service.worker", str(path), **environment)
+        assert self.process.line() == "ready"
+
+    def tell(self, line: str) -> None:
+        stream = self.process.process.stdin
+        assert stream is not None
+        stream.write(line.encode() + b"\n")
+        stream.flush()
+
+    def do(self, line: str) -> Any:
+        self.tell(line)
+        return json.loads(self.process.line())
+
+
+@contextmanager
+def engine(path: Path, **environment: str) -> Iterator[Engine]:
+    worker = Engine(path, **environment)
+    try:
+        yield worker
+    finally:
+        worker.process.close()
+
+
+def test_what_one_engine_computed_another_has_also_after_a_restart_of_the_node(tmp_path: Path) -> None:
+    with serving(tmp_path) as (node, path), engine(path) as first, engine(path) as second:
+        assert first.do("store abcdefgh") == [8, True]
+        assert second.do("retrieve abcdefghij") == 8
+        node.stop()
+        assert second.do("retrieve abcdefgh") == 0
+        with serving(tmp_path):
+            until(lambda: second.do("lookup abcdefgh") == 8)
+            assert second.do("retrieve abcdefgh") == 8
+            assert first.do("store ijkl") == [4, True]
+            assert second.do("retrieve ijkl") == 4
+
+
+def test_what_a_client_held_ends_with_it(tmp_path: Path) -> None:
+    with serving(tmp_path) as (_, path), engine(path) as first:
+        cache = remote(path)
+        assert first.do("store abcdefgh") == [8, True]
+        assert first.do("pin abcd") == 4
+        assert first.do("hold abcdefgh") == [8, 2]
+        assert first.do("reserve ijklmnop") == 2
+        stats = cache.stats()
+        assert (stats.leases, stats.pinned, stats.staged) == (1, 1, 2)
+        first.process.kill()
+        until(lambda: not (cache.stats().leases or cache.stats().pinned or cache.stats().staged))
+        assert cache.lookup(tokens("ijkl")).tokens == 0
+        assert store(cache, "ijklmnop")
+        at_rest(cache)
+        cache.close()
+
+
+def test_a_frozen_node_costs_one_deadline_and_comes_back(tmp_path: Path) -> None:
+    with serving(tmp_path) as (node, path):
+        cache = remote(path, call_timeout=0.2)
+        assert store(cache, "abcd")
+        node.freeze()
+        started = time.monotonic()
+        assert cache.lookup(tokens("abcd")).tokens == 0
+        first = time.monotonic() - started
+        started = time.monotonic()
+        for _ in range(50):
+            assert retrieve(cache, "abcd") == 0
+        assert time.monotonic() - started < first + 5
+        node.process.send_signal(signal.SIGCONT)
+        until(lambda: cache.lookup(tokens("abcd")).tokens == CHUNK_TOKENS)
+        assert retrieve(cache, "abcd") == 4
+        at_rest(cache)
+        cache.close()
+
+
+def test_a_node_that_freezes_while_it_is_waited_for_ends_the_waiting(tmp_path: Path) -> None:
+    slow = Slow(Shelf())
+    cache = open_served(tmp_path, slow, call_timeout=0.2, tiers=[{"read_timeout": 3600.0}])
+    try:
+        assert store(cache, "abcd")
+        cache.clear(["cpu"])
+        slow.hang("read")
+        got: list[int] = []
+        waiting = threading.Thread(target=lambda: got.append(retrieve(cache, "abcd")))
+        waiting.start()
+        assert slow.wait_until_hanging()
+        with cache.client.node.guard.mutex:  # type: ignore[attr-defined]
+            assert not got
+            waiting.join(10)
+            assert got == [0]
+    finally:
+        slow.release()
+        cache.close()
+
+
+def test_a_node_that_is_killed_ends_waiting_and_its_disk_is_back_with_the_next(tmp_path: Path) -> None:
+    with serving(tmp_path) as (node, path), engine(path) as worker:
+        assert worker.do("store abcdefgh") == [8, True]
+        assert worker.do("hold abcdefgh") == [8, 2]
+        node.kill()
+        assert worker.do("retrieve abcdefgh") == 0
+        assert worker.do("store ijkl") == [0, False]
+        with serving(tmp_path):
+            until(lambda: worker.do("lookup abcdefgh") == 8)
+            assert worker.do("retrieve abcdefgh") == 8
+            cache = remote(path)
+            at_rest(cache)
+            cache.close()
+
+
+def test_a_client_that_came_first_uses_the_node_when_it_comes(tmp_path: Path) -> None:
+    cache = remote(tmp_path / "node.sock", chunk_tokens=CHUNK_TOKENS, page_tokens=16)
+    assert cache.lookup(tokens("abcd")).tokens == 0
+    prompt = cache.prompt(tokens("abcd"))
+    result = cache.store(prompt, PageView.of(prompt.keys))
+    assert (result.stored, result.dropped, result.wait(10)) == (0, 64, False)
+    assert cache.flush(1) is False
+    for ask in (cache.stats, lambda: cache.pin(prompt), cache.clear):
+        with pytest.raises(BackendError, match="lmcache-core serve --socket"):
+            ask()
+    with serving(tmp_path):
+        until(lambda: cache.lookup(tokens("abcd")).tokens == 0 and cache.client.wait_until_up(1))  # type: ignore[attr-defined]
+        assert store(cache, "abcd")
+        assert retrieve(cache, "abcd") == 4
+    cache.close()
+
+
+def test_two_nodes_at_one_path_and_what_lies_there(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    with serving(tmp_path) as (node, _):
+        with pytest.raises(ConfigError, match=f"a node is served at {path} already"):
+            Listener(str(path))
+        assert path.stat().st_mode & 0o777 == 0o600
+        node.kill()
+        assert path.is_socket()  # left behind
+    with serving(tmp_path) as (node, _):
+        assert node.stop() == 0
+        assert not path.exists()
+    path.write_text("a file")
+    with pytest.raises(ConfigError, match="is no socket"):
+        Listener(str(path))
+    assert path.read_text() == "a file"
+    with pytest.raises(ConfigError, match="at most 107 bytes"):
+        socket_path("/" + 200 * "a")
+
+
+@pytest.mark.needs_root
+def test_another_user_is_sent_away(tmp_path: Path) -> None:
+    cache = open_served(tmp_path)
+    path = cache.client.path  # type: ignore[attr-defined]
+    for place in (path, *Path(path).parents):
+        if str(place).startswith(str(tmp_path.parents[1])):
+            os.chmod(place, 0o777)
+    child = os.fork()
+    if not child:
+        os.setuid(65534)
+        code = 1
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+            stream.settimeout(10)
+            stream.connect(path)
+            code = 0 if b"PermissionError" in stream.recv(1000) and not stream.recv(1) else 2
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert store(cache, "abcd")
+    cache.close()
+
+
+def test_a_child_of_a_client_does_not_keep_its_leases(tmp_path: Path) -> None:
+    with serving(tmp_path) as (_, path), engine(path) as worker:
+        assert worker.do("store abcd") == [4, True]
+        cache = remote(path)
+        held = cache.client.hold(cache._model, cache.prompt(tokens("abcd")).keys)
+        child = os.fork()
+        if not child:
+            signal.pause()
+        other = remote(path)
+        assert other.stats().leases == 1
+        cache.close()
+        assert held.pages == 4
+        until(lambda: other.stats().leases == 0)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        other.close()
+
+
+def test_many_threads_of_one_client(tmp_path: Path) -> None:
+    cache = open_served(tmp_path, slots=32)
+    texts = ["abcd", "efgh", "ijkl", "mnop"]
+    failures: list[object] = []
+    for text in texts:
+        assert store(cache, text)
+
+    def work(text: str) -> None:
+        try:
+            for _ in range(30):
+                prompt = cache.prompt(tokens(text))
+                cache.store(prompt, PageView.of(prompt.keys))
+                assert retrieve(cache, text) == 4
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(text,)) for text in texts for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    at_rest(cache)
+    cache.close()
