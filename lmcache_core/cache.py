@@ -94,6 +94,7 @@ class StoreResult:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the writes of these chunks to tiers have ended. Returns whether every chunk of the prompt is on
         every tier that is written through; then it survives a crash of this process where the tier is persistent.
+        What waits for room in the queue of a slow tier is written later: `flush` waits for that too.
 
         Raises:
             UsageError: `timeout` is no number.

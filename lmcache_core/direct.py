@@ -31,6 +31,9 @@ from lmcache_core.index.residency import CPU
 from lmcache_core.namespace import Namespace
 from lmcache_core.node import Node
 
+PLANNED = 64
+"""Chunks of a store that are planned in one turn."""
+
 
 @dataclass(frozen=True, slots=True)
 class DirectModel:
@@ -227,8 +230,11 @@ class DirectClient:
         mask = self._mask(places)
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
-            plan = index.plan_store(_spaces(model), keys, at, first_page, mask)
+            plan = index.plan_store(_spaces(model), keys, at, first_page, mask, PLANNED)
             filling = _Filling(plan, self._later_commit)
+        while plan.rest:  # of a long store, so that others get the mutex in between
+            with self._guard.turn, self._guard.mutex:
+                self._guard.use().plan_more(plan, PLANNED)
         rooms = [
             Room(Part(r.group, r.first, len(r.entry.pages)), r.slot.payload(), (filling, r), r.slot.payload_offset())
             for r in plan.reservations

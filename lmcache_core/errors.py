@@ -34,7 +34,7 @@ class FrameError(LMCacheError):
 
 
 class UsageError(LMCacheError):
-    """A handle was used in a way that would corrupt state, such as a double release. Always a bug of the caller."""
+    """An argument or a handle that cannot be meant, such as a double release. Always a bug of the caller."""
 
 
 class ClosedError(LMCacheError):

@@ -11,6 +11,7 @@ owner calls it under one mutex.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import logging
@@ -159,6 +160,8 @@ class HostPool:
         if self._faulter is not None:
             self._faulter.join()
         self.memory.release()
+        with contextlib.suppress(BufferError):  # somebody still holds a view
+            self._map.close()
         os.close(self.fd)
 
     def _fault_all(self, mutex: threading.Lock, grown: Callable[[], None]) -> None:

@@ -251,11 +251,14 @@ class Node:
     # On the event loop
 
     async def _drained(self, seconds: float | None) -> bool:
-        self._work()
         try:
             async with asyncio.timeout(seconds):
-                for runner in self.runners:
-                    await runner.drained()
+                while True:
+                    self._work()
+                    for runner in self.runners:
+                        await runner.drained()
+                    if not self.guard.index.out and all(runner.idle for runner in self.runners):
+                        break  # else what has ended led to something more
         except TimeoutError:
             return False
         return True

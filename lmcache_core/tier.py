@@ -95,8 +95,13 @@ class TierRunner:
             task.cancel()
         await self.health.close(grace)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or under way but what is past its deadline."""
+        return self._idle.is_set()
+
     async def drained(self) -> None:
-        """Wait until nothing is queued or under way but what is past its deadline."""
+        """Wait until it is idle."""
         await self._idle.wait()
 
     # Queues

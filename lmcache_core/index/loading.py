@@ -57,7 +57,9 @@ class Loading(Residency):
         if result is not ReadResult.HIT:
             reason = {ReadResult.CORRUPT: "corrupt_chunks", ReadResult.MISS: "vanished_chunks"}
             self.counts.add(reason[result] if result else "failed_reads", name)
-            self.lose(tier, entry, delete=result is not ReadResult.MISS and tier.up)
+            # Others may read a shared tier well: there only what is surely damaged is deleted.
+            bad = result is ReadResult.CORRUPT or (result is None and not tier.rules.shared)
+            self.lose(tier, entry, delete=bad and tier.up)
             other = self._source(entry, self.readable & ~tier.bit)
             if other is not None and not load.late and not load.doomed:
                 load.tier = other.number

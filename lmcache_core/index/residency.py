@@ -118,6 +118,10 @@ class Residency:
         if slot is not None:
             entry.where &= ~POOL
             self.policy.discard(entry)
+            for tier in self.tiers:
+                if entry in tier.owed:
+                    del tier.owed[entry]
+                    self.counts.add("dropped_chunks", Refusal.QUEUE_FULL.value)
             slot.release()
             self.forget_if_gone(entry)
 
@@ -171,9 +175,13 @@ class Residency:
             refusal = Refusal.QUEUE_FULL
         elif not self._make_room(tier, tier.over(entry.nbytes), evict):
             refusal = Refusal.TIER_FULL
+        if refusal is Refusal.QUEUE_FULL and tier.rules.write == "through":
+            tier.owed[entry] = None  # written when there is room in the queue, unless it has left the pool by then
+            return refusal
         if refusal is not None:
             self.counts.add("dropped_chunks", refusal.value)
             return refusal
+        tier.owed.pop(entry, None)
         slot.acquire()
         entry.writing |= tier.bit
         tier.used += entry.nbytes
@@ -215,7 +223,14 @@ class Residency:
                 self.out.append(Delete(tier.number, [entry.chunk_key]))
         write.slot.release()
         self.forget_if_gone(entry)
+        self._write_owed(tier)
         return told
+
+    def _write_owed(self, tier: TierState) -> None:
+        """Start writing what waited for room in the queue of a tier."""
+        while tier.owed and tier.up and tier.pending + next(iter(tier.owed)).nbytes <= tier.rules.pending_limit:
+            entry, _ = tier.owed.popitem(last=False)
+            self.write(tier, entry)
 
     def _once_more(self, tier: TierState, write: Write) -> bool:
         """A tier says that it is full although our account says otherwise (fragments, other owners): make twice the
@@ -320,6 +335,9 @@ class Residency:
     def set_up(self, tier: TierState, up: bool) -> None:
         """Event: a tier can be used, or can't."""
         tier.up = up
+        if not up and tier.owed:
+            self.counts.add("dropped_chunks", Refusal.TIER_DOWN.value, len(tier.owed))
+            tier.owed.clear()
         self.readable = self.readable | tier.bit if up else self.readable & ~tier.bit
 
     # Entries

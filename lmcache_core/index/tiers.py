@@ -56,6 +56,8 @@ class TierState:
         """Bytes held or being written."""
         self.pending = 0
         """Bytes of slots that wait to be written or are."""
+        self.owed: OrderedDict[Entry, None] = OrderedDict()
+        """Chunks of the pool that shall be written once less is pending, in order."""
         self.policy = make_policy(rules.policy)
         self.touched: OrderedDict[ChunkKey, None] = OrderedDict()
         self._seen: OrderedDict[bytes, None] = OrderedDict()

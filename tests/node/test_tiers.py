@@ -315,10 +315,40 @@ def test_a_slow_tier_queues_no_more_than_half_the_pool() -> None:
         for text in ("abcd", "efgh", "ijkl", "mnop", "qrst", "uvwx"):
             prompt = cache.prompt(tokens(text))
             assert cache.store(prompt, PageView.of(prompt.keys)).stored == 4 * PAGE_TOKENS
-        assert counted(cache, "dropped_chunks", "queue_full") == 2
+        assert cache.stats().tiers[0].used == 4 * CHUNK_FRAME  # held or being written
         slow.release()
         assert cache.flush(10)
-        assert len(shelf.values) == 4
+        assert len(shelf.values) == 6  # the rest was written when there was room in the queue
+        assert counted(cache, "dropped_chunks", "queue_full") == 0
+        at_rest(cache)
+
+
+def test_what_leaves_the_pool_before_a_slow_tier_took_it_is_counted() -> None:
+    shelf = Shelf()
+    slow = Slow(shelf)
+    with open_cache(slow, slots=8) as cache:
+        slow.hang("write")
+        for text in ("abcd", "efgh", "ijkl", "mnop", "qrst", "uvwx", "yzAB", "CDEF", "GHIJ"):
+            prompt = cache.prompt(tokens(text))
+            assert cache.store(prompt, PageView.of(prompt.keys)).stored == 4 * PAGE_TOKENS
+        assert counted(cache, "dropped_chunks", "queue_full") == 1
+        slow.release()
+        assert cache.flush(10)
+        assert len(shelf.values) == 8
+        at_rest(cache)
+
+
+def test_a_tier_that_goes_down_forgets_what_it_was_owed() -> None:
+    slow = Slow(Shelf())
+    with open_cache(slow, slots=8, tiers=[{"write_timeout": 0.05, "breaker": QUICK}]) as cache:
+        slow.hang("write")
+        for text in ("abcd", "efgh", "ijkl", "mnop", "qrst", "uvwx"):
+            prompt = cache.prompt(tokens(text))
+            cache.store(prompt, PageView.of(prompt.keys))
+        until(lambda: not cache.stats().tiers[0].up)
+        assert counted(cache, "dropped_chunks", "tier_down") == 2
+        slow.release()
+        until(lambda: cache.stats().tiers[0].up)
         at_rest(cache)
 
 

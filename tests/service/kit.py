@@ -74,8 +74,9 @@ class Process:
     def line(self, seconds: float = 30.0) -> str:
         """Its next line; empty at its end."""
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
-        assert ready, "the process says nothing"
+        poll = select.poll()
+        poll.register(self.process.stdout)
+        assert poll.poll(1000 * seconds), "the process says nothing"
         return self.process.stdout.readline().decode().strip()
 
     def kill(self) -> None:
