@@ -143,6 +143,8 @@ class Client(Protocol):
     chunk_tokens: int
     page_tokens: int
     retention_tokens: int
+    shard: int
+    """The part of each chunk that this client copies: that of its rank."""
 
     def register(self, namespace: Namespace) -> Model:
         """Make a namespace known to the node.
@@ -193,6 +195,20 @@ class Client(Protocol):
 
     def finish_store(self, storing: Storing) -> Finished:
         """End a store; rooms that are not filled are given back."""
+        ...
+
+    def share(self, work: Held | Storing) -> int:
+        """A number by which the clients of other ranks can join a lease or a store, until it has ended."""
+        ...
+
+    def join_hold(self, number: int) -> Held | None:
+        """A lease of this client's own on what the lease `number` holds, for the shard of its rank (of what all ranks
+        share, the whole). None if that has ended."""
+        ...
+
+    def join_store(self, number: int) -> Storing | None:
+        """The rooms of the store `number`, for the shard of this client's rank: fill and report them, then finish. A
+        chunk can be read once all shards are in place; whoever began the store ends it. None if that has ended."""
         ...
 
     def prefetch(

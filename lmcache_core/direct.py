@@ -25,7 +25,7 @@ from lmcache_core.client import (
 from lmcache_core.errors import ConfigError, UsageError
 from lmcache_core.hostpool import Slot
 from lmcache_core.index import POOL, Entry, Index, Space, tier_bit
-from lmcache_core.index.decisions import Found, Lease, Load, Reservation, StorePlan, Write
+from lmcache_core.index.decisions import Found, Lease, Load, StorePlan, Write
 from lmcache_core.index.index import EVERYWHERE
 from lmcache_core.index.residency import CPU
 from lmcache_core.namespace import Namespace
@@ -46,10 +46,13 @@ class DirectModel:
 class _Holding:
     """A lease and the references it has taken on slots. `dropped` is called with one that was let go of unreleased."""
 
-    __slots__ = ("_dropped", "done", "lease", "slots", "tiers")
+    __slots__ = ("_dropped", "done", "lease", "shard", "shared", "slots", "tiers")
 
-    def __init__(self, lease: Lease, dropped: Callable[[_Holding], None]) -> None:
+    def __init__(self, lease: Lease, shard: int, dropped: Callable[[_Holding], None]) -> None:
         self.lease = lease
+        self.shard = shard
+        self.shared = 0
+        """The number by which others can join it; 0 is none."""
         self.done = 0
         self.slots: dict[int, Slot] = {}
         self.tiers: dict[int, str] = {}
@@ -68,25 +71,38 @@ class _Holding:
 
 
 class _Filling:
-    """A store under way. `dropped` is called with the plan of one that was let go of unfinished."""
+    """A store under way. `dropped` is called with one that was let go of unfinished."""
 
-    __slots__ = ("_dropped", "finished", "plan")
+    __slots__ = ("_dropped", "finished", "joined", "plan", "shard", "shared")
 
-    def __init__(self, plan: StorePlan, dropped: Callable[[StorePlan], None]) -> None:
+    def __init__(self, plan: StorePlan, shard: int, dropped: Callable[[_Filling], None], *, joined: bool) -> None:
         self.plan = plan
+        self.shard = shard
+        self.shared = 0
+        """The number by which others can join it; 0 is none."""
+        self.joined: dict[int, Slot] | None = {} if joined else None
+        """Of one that somebody else began: the slots that this one keeps from being used otherwise."""
         self.finished = False
         self._dropped = dropped
 
+    def leave(self) -> None:
+        """Let go of the slots of a store that was joined. Called under the mutex."""
+        self.finished = True
+        for slot in (self.joined or {}).values():
+            slot.release()
+        self.joined = {}
+
     def __del__(self) -> None:
         if not getattr(self, "finished", True):  # it may have been interrupted while it was made
-            self._dropped(self.plan)
+            self._dropped(self)
 
 
 class DirectClient:
     """See `Client`. Closing it closes the node if it `owns` it."""
 
-    def __init__(self, node: Node, *, owns: bool = False) -> None:
+    def __init__(self, node: Node, *, owns: bool = False, shard: int = 0) -> None:
         self.node = node
+        self.shard = shard
         self._guard = node.guard
         self.chunk_tokens = node.config.chunk_tokens
         self.page_tokens = node.config.page_tokens
@@ -159,7 +175,7 @@ class DirectClient:
             asked = self.node.ask(spaces, keys, found.pages, mask) if found.pages < len(keys) else None
             lease = index.lease(found)
         parts = [Part(piece.group, piece.first, piece.pages) for piece in found.pieces]
-        return Held(found.pages, parts, asked, _Holding(lease, self._later_end))
+        return Held(found.pages, parts, asked, _Holding(lease, self._shard_of(model), self._later_end))
 
     def grant(self, held: Held, start: int, ahead: int) -> list[Grant]:
         """See `Client`."""
@@ -177,8 +193,9 @@ class DirectClient:
                     if number not in holding.slots:
                         slot.acquire()
                         holding.slots[number] = slot
-                    source = slot.payload(0, pieces[number].pages).toreadonly()
-                    grants.append(Grant(source, holding.tiers.get(number, CPU), None, slot.payload_offset()))
+                    source = slot.payload(holding.shard, pieces[number].pages).toreadonly()
+                    offset = slot.payload_offset(holding.shard)
+                    grants.append(Grant(source, holding.tiers.get(number, CPU), None, offset))
                     continue
                 if ahead < 1:
                     break
@@ -214,6 +231,7 @@ class DirectClient:
         guard = self._guard
         with guard.turn, guard.mutex:
             if not guard.broken:  # also once the node has been closed
+                self.node.shared.pop(holding.shared, None)
                 holding.release(guard.index)
 
     # Store
@@ -231,46 +249,110 @@ class DirectClient:
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
             plan = index.plan_store(_spaces(model), keys, at, first_page, mask, PLANNED)
-            filling = _Filling(plan, self._later_commit)
+            filling = _Filling(plan, self._shard_of(model), self._later_finish, joined=False)
         while plan.rest:  # of a long store, so that others get the mutex in between
             with self._guard.turn, self._guard.mutex:
                 self._guard.use().plan_more(plan, PLANNED)
-        rooms = [
-            Room(Part(r.group, r.first, len(r.entry.pages)), r.slot.payload(), (filling, r), r.slot.payload_offset())
-            for r in plan.reservations
-        ]
-        return Storing(rooms, plan.present, plan.dropped, filling)
+        return Storing(_rooms(filling), plan.present, plan.dropped, filling)
 
     def filled(self, room: Room) -> None:
         """See `Client`."""
-        handle: tuple[_Filling, Reservation] = room.handle
-        filling, reservation = handle
+        handle: tuple[_Filling, int] = room.handle
+        filling, number = handle
+        reservation = filling.plan.reservations[number]
         with contextlib.suppress(BufferError):  # somebody has made an array of it and keeps that
             room.target.release()
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
-            index.filled(reservation)
+            if filling.joined is not None:
+                slot = filling.joined.pop(number, None)
+                if slot is None:
+                    raise UsageError("a room was reported twice, or after its store had ended")
+                slot.release()
+                if not reservation.open:
+                    return  # whoever began the store has ended it
+            index.filled(reservation, filling.shard)
             index.publish(filling.plan, reservation)
 
     def finish_store(self, storing: Storing) -> Finished:
         """See `Client`."""
         filling: _Filling = storing.handle
-        plan = filling.plan
         with self._guard.turn, self._guard.mutex:
-            index = self._guard.use()
-            stored = index.commit(plan)
-            filling.finished = True
-            written = _arrival(_in_time(index.writes_of(plan.touched)), lambda: index.arrived(plan))
+            return self._finish(self._guard.use(), filling)
+
+    def _finish(self, index: Index, filling: _Filling) -> Finished:
+        plan = filling.plan
+        self.node.shared.pop(filling.shared, None)
+        if filling.joined is not None:
+            filling.leave()
+            pages = sum(len(r.entry.pages) for r in plan.reservations if r.published)
+            return Finished(pages, _arrival([], lambda: False))
+        stored = index.commit(plan)
+        filling.finished = True
+        written = _arrival(_in_time(index.writes_of(plan.touched)), lambda: index.arrived(plan))
         return Finished(sum(len(entry.pages) for entry in stored), written)
 
-    def _later_commit(self, plan: StorePlan) -> None:
-        def commit() -> None:
+    def _later_finish(self, filling: _Filling) -> None:
+        def finish() -> None:
             guard = self._guard
             with guard.turn, guard.mutex:
                 if not guard.broken:
-                    guard.index.commit(plan)
+                    self._finish(guard.index, filling)
 
-        self.node.later(commit)
+        self.node.later(finish)
+
+    # Ranks
+
+    def share(self, work: Held | Storing) -> int:
+        """See `Client`."""
+        handle: _Holding | _Filling = work.handle
+        with self._guard.turn, self._guard.mutex:
+            self._guard.use()
+            if not handle.shared:
+                handle.shared = self.node.number()
+                self.node.shared[handle.shared] = handle
+            return handle.shared
+
+    def join_hold(self, number: int) -> Held | None:
+        """See `Client`."""
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
+            holding = self.node.shared.get(number)
+            if not isinstance(holding, _Holding) or not holding.lease.active:
+                return None
+            found = holding.lease.found
+            shards = found.pieces[0].entry.space.known.shards if found.pieces else 1
+            mine = _Holding(index.lease(found), self._shard(shards), self._later_end)
+        parts = [Part(piece.group, piece.first, piece.pages) for piece in found.pieces]
+        return Held(found.pages, parts, None, mine)
+
+    def join_store(self, number: int) -> Storing | None:
+        """See `Client`."""
+        with self._guard.turn, self._guard.mutex:
+            self._guard.use()
+            filling = self.node.shared.get(number)
+            if not isinstance(filling, _Filling) or filling.finished:
+                return None
+            plan = filling.plan
+            shards = plan.reservations[0].entry.space.known.shards if plan.reservations else 1
+            mine = _Filling(plan, self._shard(shards), self._later_finish, joined=True)
+            if self.shard < shards:  # else what all ranks share is written by the first
+                assert mine.joined is not None
+                for place, reservation in enumerate(plan.reservations):
+                    if reservation.open and mine.shard in reservation.missing:
+                        reservation.slot.acquire()
+                        mine.joined[place] = reservation.slot
+        return Storing(_rooms(mine), plan.present, plan.dropped, mine)
+
+    def _shard_of(self, model: Model) -> int:
+        return self._shard(model.namespace.shards)
+
+    def _shard(self, shards: int) -> int:
+        if self.shard < shards:
+            return self.shard
+        if shards == 1:
+            return 0  # all ranks hold the same
+        raise UsageError(f"a client of shard {self.shard} cannot copy chunks of {shards} shards")
 
     # Operators
 
@@ -454,6 +536,19 @@ def _arrival(writes: Sequence[Write], outcome: Callable[[], bool]) -> Future[boo
 
 def _in_time(writes: Sequence[Write]) -> list[Write]:
     return [write for write in writes if not write.late]
+
+
+def _rooms(filling: _Filling) -> list[Room]:
+    return [
+        Room(
+            Part(each.group, each.first, len(each.entry.pages)),
+            each.slot.payload(filling.shard),
+            (filling, number),
+            each.slot.payload_offset(filling.shard),
+        )
+        for number, each in enumerate(filling.plan.reservations)
+        if filling.joined is None or number in filling.joined
+    ]
 
 
 def _uncancellable() -> Future[bool]:

@@ -56,6 +56,11 @@ class IndexGuard:
             raise ClosedError(self.refusal)
         return self.index
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there are decisions that nobody has taken."""
+        return bool(self.index.out) and not self.broken
+
     def wake(self) -> None:
         """Have the decisions that wait carried out. Not called under the mutex."""
         if self.index.out and not self._woken:

@@ -94,6 +94,9 @@ class Node:
         self._prober = Prober(self.guard, self.runners, self.start, self._reports.learned)
         self._closed = False
         self._ticking: Future[None] | None = None
+        self.shared: dict[int, object] = {}
+        """Leases and stores of clients that others can join, by number. Guarded by the mutex."""
+        self._numbers = 0
         self.servers: list[Server] = []
         """Serve others until the node is closed; the last one is closed first."""
         _nodes.add(self)
@@ -244,6 +247,11 @@ class Node:
                 f"the event loop has stood still for {still:.0f} s; a backend makes blocking calls on it"
             )
 
+    def number(self) -> int:
+        """A number that nothing else of this node has. Called under the mutex."""
+        self._numbers += 1
+        return self._numbers
+
     def later(self, work: Callable[[], None]) -> None:
         """Have `work` called on the event loop soon. May be called from anywhere, finalizers too."""
         self._loop.call(work)
@@ -257,8 +265,9 @@ class Node:
                     self._work()
                     for runner in self.runners:
                         await runner.drained()
-                    if not self.guard.index.out and all(runner.idle for runner in self.runners):
-                        break  # else what has ended led to something more
+                    if not self.guard.waiting and all(runner.idle for runner in self.runners):
+                        break
+                    await asyncio.sleep(0)  # what has ended led to something more
         except TimeoutError:
             return False
         return True

@@ -34,12 +34,13 @@ class Link:
         path: Of the node's socket.
         name: What the node calls this client to people.
         deadline: Seconds in which the node must answer.
+        shard: Of the client's rank.
 
     Raises:
         LinkDown: There is no node, or it does not answer.
     """
 
-    def __init__(self, path: str, name: str, deadline: float) -> None:
+    def __init__(self, path: str, name: str, deadline: float, shard: int = 0) -> None:
         self.down = False
         self.why = ""
         self._deadline = deadline
@@ -55,7 +56,7 @@ class Link:
             self._stream.settimeout(deadline)
             self._stream.connect(path)
             self._reader = wire.Reader(self._stream)
-            self._stream.sendall(wire.encode(wire.Hello(wire.VERSION, name)))
+            self._stream.sendall(wire.encode(wire.Hello(wire.VERSION, name, shard)))
             self.welcome, fds = self._receive_welcome()
             # Timeouts of the kernel, so that a receive is one system call.
             self._stream.settimeout(None)
@@ -110,7 +111,14 @@ class Link:
         self._stream.sendall(message)
 
     def call(self, request: msgspec.Struct, answer: type[A]) -> A:
-        """Send a request and return its answer.
+        """Send a request and return its answer. See `either`."""
+        got = self.either(request, answer)
+        if got is None:
+            raise self.fail(f"it answers a {type(request).__name__} with a number")
+        return got
+
+    def either(self, request: msgspec.Struct, answer: type[A]) -> A | None:
+        """Send a request and return its answer; None for the number 0 in its place.
 
         Raises:
             LinkDown: None came in time.
@@ -142,6 +150,8 @@ class Link:
         if isinstance(got, wire.Failed):
             raised = _raised(got)
             raise self.fail(got.text) if isinstance(raised, ClosedError) else raised
+        if isinstance(got, wire.Number) and not got.value:
+            return None
         raise self.fail(f"it answers a {type(request).__name__} with a {type(got).__name__}")
 
     def cast(self, request: msgspec.Struct) -> None:

@@ -77,10 +77,12 @@ class RemoteClient:
         path: Of the node's socket.
         config: Settings of this client: `call_timeout`, and what to assume of a node that has not been seen yet.
         name: What the node calls this client to people; the program's name by default.
+        shard: The part of each chunk that this client copies: that of its rank.
     """
 
-    def __init__(self, path: str, config: Config, name: str = "") -> None:
+    def __init__(self, path: str, config: Config, name: str = "", *, shard: int = 0) -> None:
         self.path = path
+        self.shard = shard
         self.chunk_tokens = config.chunk_tokens
         self.page_tokens = config.page_tokens
         self.retention_tokens = config.retention_tokens
@@ -99,7 +101,7 @@ class RemoteClient:
 
     def _connect(self) -> Link | None:
         try:
-            link = Link(self.path, self._name, self._deadline)
+            link = Link(self.path, self._name, self._deadline, self.shard)
         except LinkDown as error:
             self._log.warning("connect", "%s; what it would give is computed until it is there", error)
             return None
@@ -205,10 +207,7 @@ class RemoteClient:
 
         def ask(link: Link) -> Held:
             request = wire.Hold(self._number(link, model), wire.join_keys(keys), names(places), AHEAD)
-            got = link.call(request, wire.Held)
-            lease = _Lease(link, got.hold, dict(enumerate(got.granted)))
-            asked = link.ticket(got.asked, bool) if got.asked else None
-            return Held(got.pages, [Part(p.group, p.first, p.pages) for p in got.parts], asked, lease)
+            return _held(link, link.call(request, wire.Held))
 
         return self._try(ask, Held(0, []))
 
@@ -269,18 +268,7 @@ class RemoteClient:
             request = wire.BeginStore(
                 self._number(link, model), wire.join_keys(keys), tuple(at), first_page, names(places)
             )
-            got = link.call(request, wire.Rooms)
-            store = _Store(link, got.store)
-            rooms = [
-                Room(
-                    Part(room.group, room.first, room.pages),
-                    link.memory[room.offset : room.offset + room.nbytes],
-                    (store, number),
-                    room.offset,
-                )
-                for number, room in enumerate(got.rooms)
-            ]
-            return Storing(rooms, got.present, got.dropped, store)
+            return _storing(link, link.call(request, wire.Rooms))
 
         groups = len(model.namespace.groups)
         return self._try(ask, Storing([], 0, len(keys) * groups))
@@ -305,6 +293,35 @@ class RemoteClient:
         except LinkDown:
             return Finished(0, nothing)
         return Finished(got.pages, store.link.ticket(got.ticket, bool))
+
+    def share(self, work: Held | Storing) -> int:
+        """See `Client`. 0, which nobody can join, once the node has gone."""
+        handle: _Lease | _Store | None = work.handle
+        if handle is None:
+            return 0
+        hold, store = (handle.number, 0) if isinstance(handle, _Lease) else (0, handle.number)
+        try:
+            return handle.link.call(wire.Share(hold, store), wire.Number).value
+        except LinkDown:
+            return 0
+
+    def join_hold(self, number: int) -> Held | None:
+        """See `Client`."""
+
+        def ask(link: Link) -> Held | None:
+            got = link.either(wire.JoinHold(number, AHEAD), wire.Held)
+            return None if got is None else _held(link, got)
+
+        return self._try(ask, None)
+
+    def join_store(self, number: int) -> Storing | None:
+        """See `Client`."""
+
+        def ask(link: Link) -> Storing | None:
+            got = link.either(wire.JoinStore(number), wire.Rooms)
+            return None if got is None else _storing(link, got)
+
+        return self._try(ask, None)
 
     def prefetch(
         self, model: Model, keys: Sequence[bytes], source: Sequence[str] | None, destination: str
@@ -387,6 +404,26 @@ class RemoteClient:
             link.fail("this client was closed")
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * self._deadline)
+
+
+def _held(link: Link, got: wire.Held) -> Held:
+    lease = _Lease(link, got.hold, dict(enumerate(got.granted)))
+    asked = link.ticket(got.asked, bool) if got.asked else None
+    return Held(got.pages, [Part(part.group, part.first, part.pages) for part in got.parts], asked, lease)
+
+
+def _storing(link: Link, got: wire.Rooms) -> Storing:
+    store = _Store(link, got.store)
+    rooms = [
+        Room(
+            Part(room.group, room.first, room.pages),
+            link.memory[room.offset : room.offset + room.nbytes],
+            (store, number),
+            room.offset,
+        )
+        for number, room in enumerate(got.rooms)
+    ]
+    return Storing(rooms, got.present, got.dropped, store)
 
 
 _clients: weakref.WeakSet[RemoteClient] = weakref.WeakSet()

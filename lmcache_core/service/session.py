@@ -28,6 +28,7 @@ MOST_HELD = 4096
 MOST_MODELS = 256
 MOST_AHEAD = 64
 MOST_LABELS = 64
+MOST_SHARDS = 1024
 LONGEST_WAIT = 1e6
 CLIENTS_COUNT = ("retrieved_tokens", "stored_tokens", "present_tokens", "copied_bytes", "copy_seconds", "faults")
 LABEL = re.compile(r"[A-Za-z0-9._ -]{1,64}")
@@ -74,6 +75,9 @@ class Session:
             wire.AskStats: self._stats,
             wire.Flush: self._flush,
             wire.Ping: self._ping,
+            wire.Share: self._share,
+            wire.JoinHold: self._join_hold,
+            wire.JoinStore: self._join_store,
         }
 
     @property
@@ -117,6 +121,9 @@ class Session:
                 "lmcache-core for both"
             )
         self.name = hello.name[:100]
+        if not 0 <= hello.shard < MOST_SHARDS:
+            raise wire.WireError(f"shard {hello.shard} of a chunk; there are at most {MOST_SHARDS}")
+        self._client.shard = hello.shard
         client, pool = self._client, self._node.pool
         welcome = wire.Welcome(
             wire.VERSION,
@@ -212,10 +219,13 @@ class Session:
     def _hold(self, request: wire.Hold) -> wire.Answer:
         number = self._number()
         held = self._client.hold(self._model(request.model), wire.split_keys(request.keys), request.places)
+        return self._told(number, held, request.ahead)
+
+    def _told(self, number: int, held: Held, ahead: int) -> wire.Answer:
         self._holds[number] = held
         asked = 0 if held.asked is None else self._ticket(held.asked)
         parts = tuple(wire.Part(*part) for part in held.parts)
-        return wire.Held(number, held.pages, parts, asked, self._granted(held, 0, request.ahead))
+        return wire.Held(number, held.pages, parts, asked, self._granted(held, 0, ahead))
 
     def _grant(self, request: wire.Grant) -> wire.Answer:
         return wire.Grants(self._granted(self._held(request.hold), request.start, request.ahead))
@@ -254,6 +264,9 @@ class Session:
         storing = self._client.begin_store(
             self._model(request.model), keys, request.at, request.first_page, request.places
         )
+        return self._opened(number, storing)
+
+    def _opened(self, number: int, storing: Storing) -> wire.Answer:
         self._stores[number] = storing
         rooms = tuple(wire.Room(*room.part, room.offset, len(room.target)) for room in storing.rooms)
         return wire.Rooms(number, rooms, storing.present, storing.dropped)
@@ -311,6 +324,20 @@ class Session:
         if request.timeout is not None and not 0 <= request.timeout <= LONGEST_WAIT:  # nor NaN, which stops event loops
             raise UsageError(f"a timeout is 0 to {LONGEST_WAIT:g} seconds, not {request.timeout}")
         return wire.Number(self._ticket(self._node.flushed(request.timeout)))
+
+    def _share(self, request: wire.Share) -> wire.Answer:
+        work = self._held(request.hold) if request.hold else self._storing(request.store)
+        return wire.Number(self._client.share(work))
+
+    def _join_hold(self, request: wire.JoinHold) -> wire.Answer:
+        number = self._number()
+        held = self._client.join_hold(request.number)
+        return wire.Number(0) if held is None else self._told(number, held, request.ahead)
+
+    def _join_store(self, request: wire.JoinStore) -> wire.Answer:
+        number = self._number()
+        storing = self._client.join_store(request.number)
+        return wire.Number(0) if storing is None else self._opened(number, storing)
 
     def _ping(self, request: wire.Ping) -> wire.Answer:
         self._node.check()

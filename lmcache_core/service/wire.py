@@ -48,6 +48,8 @@ class Hello(_Message, tag=0):
     version: int
     name: str
     """For people: what the process is."""
+    shard: int
+    """Of its rank."""
 
 
 class Register(_Message, tag=1):
@@ -185,6 +187,26 @@ class DropStore(_Message, tag=18):
     store: int
 
 
+class Share(_Message, tag=20):
+    """Answered by `Number`, by which clients of other ranks can join: 0 for what has ended. One of the two is 0."""
+
+    hold: int
+    store: int
+
+
+class JoinHold(_Message, tag=21):
+    """Answered by `Held`, or by `Number` 0 if it has ended."""
+
+    number: int
+    ahead: int
+
+
+class JoinStore(_Message, tag=22):
+    """Answered by `Rooms`, or by `Number` 0 if it has ended."""
+
+    number: int
+
+
 # From a node
 
 
@@ -316,6 +338,9 @@ Request: TypeAlias = (
     | Flush
     | DropStore
     | Ping
+    | Share
+    | JoinHold
+    | JoinStore
 )
 Answer: TypeAlias = Welcome | Failed | Number | Boundary | Held | Grants | Rooms | Finished | Report
 CASTS = (Consume, Release, Filled, Count, DropStore)

@@ -42,7 +42,7 @@ def connected(cache: Cache) -> socket.socket:
 
 def greeted(cache: Cache) -> socket.socket:
     stream = connected(cache)
-    stream.sendall(wire.encode(wire.Hello(wire.VERSION, "a test")))
+    stream.sendall(wire.encode(wire.Hello(wire.VERSION, "a test", 0)))
     answer(stream)
     return stream
 
@@ -78,7 +78,7 @@ HOSTILE = {
     "too many fields": framed(msgspec.msgpack.encode([6, 1, 2, 3])),
     "a field of another type": framed(msgspec.msgpack.encode([2, "model", b"", None, False])),
     "keys that are cut": wire.encode(wire.Lookup(0, bytes(33), None, False)),
-    "a second hello": wire.encode(wire.Hello(wire.VERSION, "again")),
+    "a second hello": wire.encode(wire.Hello(wire.VERSION, "again", 0)),
     "nested deeply": framed(b"\x91" * 100_000),
     "an array that claims to be huge": framed(b"\xdd\xff\xff\xff\xff"),
     "keys that claim to be huge": framed(b"\x95\x02\x00\xc6\xff\xff\xff\xff"),
@@ -103,7 +103,12 @@ def test_nonsense_is_answered_with_an_error_and_ends_the_connection(cache: Cache
 
 @pytest.mark.parametrize(
     "first",
-    [wire.Lookup(0, b"", None, False), wire.AskStats(), wire.Hello(wire.VERSION + 1, "newer"), wire.Hello(0, "older")],
+    [
+        wire.Lookup(0, b"", None, False),
+        wire.AskStats(),
+        wire.Hello(wire.VERSION + 1, "newer", 0),
+        wire.Hello(0, "older", 0),
+    ],
     ids=["a lookup", "a question", "a newer version", "an older version"],
 )
 def test_a_connection_begins_with_a_hello_of_this_version(cache: Cache, first: msgspec.Struct) -> None:
@@ -134,6 +139,8 @@ def test_a_connection_begins_with_a_hello_of_this_version(cache: Cache, first: m
         (wire.BeginStore(0, bytes(64), (3,), 0, None), "boundaries"),
         (wire.BeginStore(0, bytes(64), (2, 1), 0, None), "boundaries"),
         (wire.BeginStore(0, bytes(64), (0,), 0, None), "boundaries"),
+        (wire.Share(0, 0), "no store 0"),
+        (wire.Share(5, 0), "no lease 5"),
         (wire.Prefetch(0, b"", None, "nowhere"), "no tier 'nowhere'"),
         (wire.Flush(float("nan")), "a timeout is 0 to"),
         (wire.Flush(-1.0), "a timeout is 0 to"),
@@ -217,6 +224,9 @@ SAMPLES = [
     wire.AskStats(),
     wire.Flush(0.0),
     wire.Ping(),
+    wire.Share(1, 0),
+    wire.JoinHold(1, 1),
+    wire.JoinStore(1),
 ]
 
 
