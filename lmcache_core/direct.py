@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -260,8 +259,10 @@ class DirectClient:
         handle: tuple[_Filling, int] = room.handle
         filling, number = handle
         reservation = filling.plan.reservations[number]
-        with contextlib.suppress(BufferError):  # somebody has made an array of it and keeps that
+        try:  # noqa: SIM105  several times as fast as `suppress`
             room.target.release()
+        except BufferError:
+            pass  # somebody has made an array of it and keeps that
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
             if filling.joined is not None:
@@ -271,8 +272,7 @@ class DirectClient:
                 slot.release()
                 if not reservation.open:
                     return  # whoever began the store has ended it
-            index.filled(reservation, filling.shard)
-            index.publish(filling.plan, reservation)
+            index.filled(filling.plan, reservation, filling.shard)
 
     def finish_store(self, storing: Storing) -> Finished:
         """See `Client`."""
@@ -539,16 +539,16 @@ def _in_time(writes: Sequence[Write]) -> list[Write]:
 
 
 def _rooms(filling: _Filling) -> list[Room]:
-    return [
-        Room(
-            Part(each.group, each.first, len(each.entry.pages)),
-            each.slot.payload(filling.shard),
-            (filling, number),
-            each.slot.payload_offset(filling.shard),
-        )
-        for number, each in enumerate(filling.plan.reservations)
-        if filling.joined is None or number in filling.joined
-    ]
+    rooms = []
+    shard, joined = filling.shard, filling.joined
+    for number, each in enumerate(filling.plan.reservations):
+        if joined is None or number in joined:
+            slot = each.slot
+            form = slot.form
+            start, size = form.header_bytes + shard * form.shard_bytes, form.shard_bytes
+            part = Part(each.group, each.first, form.pages)
+            rooms.append(Room(part, slot.frame[start : start + size], (filling, number), slot.offset + start))
+    return rooms
 
 
 def _uncancellable() -> Future[bool]:

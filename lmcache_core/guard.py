@@ -103,8 +103,10 @@ class _Turn:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        guard = self._guard
         if error is None or _foreseen(error):
-            self._guard.wake()
+            if guard.index.out:
+                guard.wake()
         else:
             self._guard.interrupted(error)
 

@@ -220,8 +220,9 @@ class Index(Loading):
             return True
         return any(entry.where & self.readable for entry in space.holding(key))
 
-    def filled(self, reservation: Reservation, shard: int = 0) -> None:
-        """Event: a shard of a reservation is in place.
+    def filled(self, plan: StorePlan, reservation: Reservation, shard: int = 0) -> None:
+        """Event: a shard of a reservation is in place. Once all are, the chunk is readable and on its way to tiers, while
+        the tail of a long store is still being copied. It makes no room for others before `commit`.
 
         Raises:
             UsageError: The reservation has ended or the shard was filled before.
@@ -229,11 +230,7 @@ class Index(Loading):
         if not reservation.open or shard not in reservation.missing:
             raise UsageError("a shard of a chunk was reported twice, or after its reservation had ended")
         reservation.missing.discard(shard)
-
-    def publish(self, plan: StorePlan, reservation: Reservation) -> None:
-        """Make a reservation of a plan readable, if all its shards are in place, and start writing it to tiers; a long
-        store is on its way there while its tail is still being copied. It makes no room for others before `commit`."""
-        if reservation.missing or not reservation.open:
+        if reservation.missing:
             return
         reservation.open = False
         reservation.published = True
@@ -249,12 +246,11 @@ class Index(Loading):
         self.write_through(entry, plan.places)
 
     def commit(self, plan: StorePlan) -> list[Entry]:
-        """End a store: publish what is filled, abort the rest. Returns the chunks stored, head first."""
+        """End a store: abort what is not filled. Returns the chunks stored, head first."""
         while plan.rest:
             plan.dropped += plan.rest.popleft()[3]
         stored: list[Entry] = []
         for reservation in plan.reservations:
-            self.publish(plan, reservation)
             if reservation.published:
                 stored.append(reservation.entry)
             else:

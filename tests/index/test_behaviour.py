@@ -366,7 +366,7 @@ def test_what_was_never_planned_was_dropped() -> None:
     assert (len(plan.reservations), len(plan.rest), plan.dropped) == (2, 2, 0)
     for reservation in plan.reservations:
         fill(reservation.slot, reservation.entry)
-        world.index.filled(reservation)
+        world.index.filled(plan, reservation)
     assert len(world.index.commit(plan)) == 2
     assert (plan.dropped, world.pages(keys), world.index.arrived(plan)) == (6, 8, False)
 
@@ -374,7 +374,7 @@ def test_what_was_never_planned_was_dropped() -> None:
 def test_an_aborted_store_leaves_nothing() -> None:
     world = World(2)
     plan = world.index.plan_store(world.spaces, abc("aaaabbbb"))
-    world.index.filled(plan.reservations[0])
+    world.index.filled(plan, plan.reservations[0])
     stored = world.index.commit(plan)
     assert [entry.key for entry in stored] == [abc("aaaa")[-1]]
     assert world.pool.slots == 1

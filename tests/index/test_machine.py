@@ -134,7 +134,7 @@ class IndexMachine(RuleBasedStateMachine):
         for reservation in plan.reservations:
             if self.rng.random() < 0.7:
                 fill(reservation.slot, reservation.entry)
-                self.index.filled(reservation)
+                self.index.filled(plan, reservation)
                 kept.append(reservation.entry)
         assert set(self.index.commit(plan)) == set(kept)
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lmcache_core.errors import UsageError
 from lmcache_core.index import TierRules
 from lmcache_core.index.decisions import Write
 from tests.index.world import World, prompt
@@ -14,11 +15,10 @@ OTHER = prompt(*"mnop")
 def test_a_chunk_is_readable_and_written_before_those_behind_it_are_filled(policy: str) -> None:
     world = World(4, [TierRules("disk")], policy=policy)
     world.run()
-    plan = world.store(LONG, commit=False)
+    plan = world.index.plan_store(world.spaces, LONG)
     assert world.pages(LONG) == 0
     for number, reservation in enumerate(plan.reservations, 1):
-        world.index.publish(plan, reservation)
-        world.index.publish(plan, reservation)  # again: nothing
+        world.fill(plan, reservation)
         world.take()
         assert world.pages(LONG) == 4 * number
         assert [type(decision) for decision in world.pending] == [Write] * number
@@ -33,10 +33,12 @@ def test_a_chunk_is_readable_and_written_before_those_behind_it_are_filled(polic
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
 def test_it_stays_until_the_store_has_ended(policy: str) -> None:
     world = World(3, policy=policy)
-    plan = world.store(LONG, commit=False)
-    world.index.publish(plan, plan.reservations[0])
+    plan = world.index.plan_store(world.spaces, LONG)
+    world.fill(plan, plan.reservations[0])
     assert world.store(OTHER).dropped == 4
     assert world.pages(LONG) == 4
+    for reservation in plan.reservations[1:]:
+        world.fill(plan, reservation)
     world.index.commit(plan)
     assert world.store(OTHER).dropped == 0
     assert world.pages(LONG) == 8, "the tail has gone, not the head"
@@ -46,17 +48,17 @@ def test_it_stays_until_the_store_has_ended(policy: str) -> None:
 def test_what_is_not_filled_is_given_back_and_what_was_published_stays() -> None:
     world = World(4)
     plan = world.index.plan_store(world.spaces, LONG)
-    world.index.filled(plan.reservations[0])
-    for reservation in plan.reservations:
-        world.index.publish(plan, reservation)
+    world.fill(plan, plan.reservations[0])
+    with pytest.raises(UsageError, match="reported twice"):
+        world.index.filled(plan, plan.reservations[0])
     assert [entry.key for entry in world.index.commit(plan)] == [LONG[3]]
     assert world.pool.slots == 1
 
 
 def test_a_chunk_that_is_cleared_meanwhile_is_gone() -> None:
     world = World(3)
-    plan = world.store(LONG, commit=False)
-    world.index.publish(plan, plan.reservations[0])
+    plan = world.index.plan_store(world.spaces, LONG)
+    world.fill(plan, plan.reservations[0])
     world.index.clear(world.spaces, -1)
     world.index.commit(plan)
     assert world.pages(LONG) == 0

@@ -29,7 +29,7 @@ def store(world: World, group: int, name: str) -> list[bytes]:
     plan = world.index.plan_store([world.spaces[group]], keys)
     for reservation in plan.reservations:
         give_bytes(reservation.slot, reservation.entry)
-        world.index.filled(reservation)
+        world.index.filled(plan, reservation)
     world.index.commit(plan)
     world.take()
     return keys
@@ -176,7 +176,7 @@ def test_a_chain_gives_way_to_a_large_chunk_from_its_tail() -> None:
     plan = world.index.plan_store(world.spaces[:1], keys)
     for reservation in plan.reservations:
         give_bytes(reservation.slot, reservation.entry)
-        world.index.filled(reservation)
+        world.index.filled(plan, reservation)
     assert len(world.index.commit(plan)) == 30
     large = world.index.plan_store(world.spaces[1:], prompt(*"#" * CHUNK_PAGES))
     assert len(large.reservations) == 1

@@ -11,7 +11,18 @@ from collections.abc import Callable, Iterable, Sequence
 from lmcache_core.frame import FrameShape
 from lmcache_core.hostpool import HostPool, Slot
 from lmcache_core.index import POOL, Entry, Geometry, Index, Space, TierRules
-from lmcache_core.index.decisions import Decision, Delete, Describe, Found, Load, Read, StorePlan, Touch, Write
+from lmcache_core.index.decisions import (
+    Decision,
+    Delete,
+    Describe,
+    Found,
+    Load,
+    Read,
+    Reservation,
+    StorePlan,
+    Touch,
+    Write,
+)
 from lmcache_core.index.tiers import TierState
 from lmcache_core.namespace import GroupKind
 from lmcache_core.protocols import ChunkKey, ReadResult, Stored, WriteResult
@@ -140,12 +151,16 @@ class World:
     def store(self, keys: Sequence[bytes], *, commit: bool = True, **arguments: object) -> StorePlan:
         plan = self.index.plan_store(self.spaces, keys, **arguments)  # type: ignore[arg-type]
         for reservation in plan.reservations:
-            fill(reservation.slot, reservation.entry)
-            self.index.filled(reservation)
+            self.fill(plan, reservation)
         if commit:
             self.index.commit(plan)
         self.take()
         return plan
+
+    def fill(self, plan: StorePlan, reservation: Reservation) -> None:
+        """Put the bytes of a chunk in place and report it."""
+        fill(reservation.slot, reservation.entry)
+        self.index.filled(plan, reservation)
 
     def find(self, keys: Sequence[bytes], places: int = -1) -> Found:
         found = self.index.find(self.spaces, keys, places)
