@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 FAULT_STEP = 32 << 20
 HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _FREED = memoryview(b"")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -110,6 +111,8 @@ class HostPool:
         self._map = mmap.mmap(self.fd, self.capacity)
         self.memory = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        # Where the system lets programs ask for them (shmem_enabled is `advise`), pages of 2 MiB without a reserve.
+        _libc.madvise(self.address, self.capacity, _MADV_HUGEPAGE)
         self.slots = 0
         """Slots that are held by anybody."""
         self._extents = ExtentAllocator(0 if prefault else self.capacity)

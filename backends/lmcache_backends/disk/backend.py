@@ -23,6 +23,8 @@ R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
+PART = 8 << 20
+"""Bytes that one thread reads of a value at a time."""
 _BATCH = 2048
 _LAST_CALLS = 2.0
 """Seconds that `close` waits for calls that are under way before it leaves them to their threads: what takes longer
@@ -59,7 +61,7 @@ class DiskBackend:
 
     async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
         session = self._opened()
-        outcomes = await session.outcomes(session.store.read, zip(keys, into, strict=True))
+        outcomes = await session.read(keys, into)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if len(failures) == 1 and isinstance(failures[0], BackendError) and ReadResult.HIT in outcomes:
             # The drive reads, but for this place: that is damage of one value, and no reason to lose the others.
@@ -154,6 +156,18 @@ class _Session:
         await ended(futures)
         return [future.exception() or future.result() for future in futures]
 
+    async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult | BaseException]:
+        """The outcome of each read. Long values are read in parts, all of one before the next: the first is there
+        while the drive is busy with those behind it."""
+        calls: list[tuple[ChunkKey, memoryview, int, int]] = []
+        counts = []
+        for key, buffer in zip(keys, into, strict=True):
+            starts = range(0, max(1, buffer.nbytes), PART)
+            calls += [(key, buffer, start, min(start + PART, buffer.nbytes)) for start in starts]
+            counts.append(len(starts))
+        parts = iter(await self.outcomes(self.store.read_part, calls))
+        return [_whole([next(parts) for _ in range(count)]) for count in counts]
+
     def warn(self, text: str) -> None:
         """Log it on a thread, since that may block."""
         self._threads.post(_log.warning, "%s", text)
@@ -196,6 +210,22 @@ class _Session:
     def _end(self) -> None:
         self.store.close()
         self._threads.close()
+
+
+def _whole(parts: list[tuple[ReadResult, Entry | None] | BaseException]) -> ReadResult | BaseException:
+    """The outcome of a read, out of those of its parts."""
+    entries = []
+    results = []
+    for part in parts:
+        if isinstance(part, BaseException):
+            return part
+        results.append(part[0])
+        entries.append(part[1])
+    for worst in (ReadResult.CORRUPT, ReadResult.MISS):
+        if worst in results:
+            return worst
+    # Parts of two values that were written one after the other are none.
+    return ReadResult.HIT if len(set(map(id, entries))) == 1 else ReadResult.MISS
 
 
 def _check(chunk: Chunk) -> None:

@@ -101,29 +101,33 @@ class Store:
         return found
 
     def read(self, key: ChunkKey, into: memoryview) -> ReadResult:
+        return self.read_part(key, into, 0, into.nbytes)[0]
+
+    def read_part(self, key: ChunkKey, into: memoryview, start: int, stop: int) -> tuple[ReadResult, Entry | None]:
+        """Fill `into[start:stop]`; also returns what was read from. `into` is as long as the value."""
         with self._lock:
             found = self._index.get(key)
             if found is None:
-                return ReadResult.MISS
+                return ReadResult.MISS, None
             shard, entry = found
             if entry.nbytes != into.nbytes:
-                return ReadResult.CORRUPT
+                return ReadResult.CORRUPT, None
             segment = shard.segments[entry.segment]
             entry.readers += 1
         try:
             with _failing(segment.path):
                 try:
-                    whole = segment.read(entry.offset, into)
+                    whole = segment.read(entry.offset + start, into[start:stop])
                 except OSError:  # a chunk that cannot be read is given up, so it has to fail twice
                     self._tally.add("reads_repeated")
-                    whole = segment.read(entry.offset, into)
+                    whole = segment.read(entry.offset + start, into[start:stop])
         finally:
             with self._lock:
                 self._release(shard, entry)
-        if not whole or check_of(into) != entry.check:
+        if not whole or (not start and check_of(into) != entry.check):
             self._tally.add("values_damaged")
-            return ReadResult.CORRUPT
-        return ReadResult.HIT
+            return ReadResult.CORRUPT, entry
+        return ReadResult.HIT, entry
 
     def write(self, chunk: Chunk, epoch: int) -> WriteResult:
         """`epoch` is from `epochs`."""

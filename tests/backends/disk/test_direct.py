@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lmcache_backends.disk import DiskBackend
+from lmcache_backends.disk.backend import _whole
 from lmcache_core.errors import BackendError
 from lmcache_core.protocols import ReadResult, WriteResult
 from lmcache_core.testing import aligned_buffer
@@ -107,6 +108,38 @@ def test_a_large_value_goes_in_calls_that_hold_up_no_other_for_long(
         fill(store, chunk(0, 17 * MIB))
         assert_holds(store, chunk(0, 17 * MIB))
     assert sizes == {name: [8 * MIB, 8 * MIB, MIB] for name in ("pwritev", "preadv")}
+
+
+async def test_a_long_value_is_read_in_parts_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskBackend(options(tmp_path, capacity=64 * MIB, threads=1))
+    await tier.open()
+    long, next_one = chunk(0, 17 * MIB), chunk(1, 9 * MIB)
+    assert await tier.write([long, next_one]) == [WriteResult.STORED] * 2
+    read: list[int] = []
+    preadv = os.preadv
+
+    def noted(fd: int, buffers: list[memoryview], offset: int) -> int:
+        read.append(len(buffers[0]))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    into = [aligned_buffer(17 * MIB), aligned_buffer(9 * MIB)]
+    assert await tier.read([long.key, next_one.key], into) == [ReadResult.HIT] * 2
+    assert into == [long.data, next_one.data]
+    assert read == [8 * MIB, 8 * MIB, MIB, 8 * MIB, MIB]
+    await tier.close()
+
+
+def test_parts_of_two_values_are_none(tmp_path: Path) -> None:
+    with opened(tmp_path, capacity=64 * MIB) as store:
+        value, into = chunk(0, 9 * MIB), aligned_buffer(9 * MIB)
+        fill(store, value)
+        first = store.read_part(value.key, into, 0, 8 * MIB)
+        fill(store, value)
+        second = store.read_part(value.key, into, 8 * MIB, 9 * MIB)
+        assert (first[0], second[0]) == (ReadResult.HIT, ReadResult.HIT)
+        assert _whole([first, second]) is ReadResult.MISS
+        assert get(store, value.key, 9 * MIB) == value.data
 
 
 async def test_a_buffer_that_is_not_aligned_works(tmp_path: Path) -> None:
