@@ -221,8 +221,8 @@ class Index(Loading):
         return any(entry.where & self.readable for entry in space.holding(key))
 
     def filled(self, plan: StorePlan, reservation: Reservation, shard: int = 0) -> None:
-        """Event: a shard of a reservation is in place. Once all are, the chunk is readable and on its way to tiers, even
-        if the tail of a long store is still being copied. It makes no room for others before `commit`.
+        """Event: a shard of a reservation is in place. Once all are, the chunk is readable and on its way to tiers; the
+        tail of a long store may still be being copied. It makes no room for others before `commit`.
 
         Raises:
             UsageError: The reservation has ended or the shard was filled before.
