@@ -139,7 +139,7 @@ def test_parts_of_two_values_are_none(tmp_path: Path) -> None:
         second = store.read_part(value.key, into, 8 * MIB, 9 * MIB)
         assert (first[0], second[0]) == (ReadResult.HIT, ReadResult.HIT)
         assert _whole([first, second]) is ReadResult.MISS
-        assert get(store, value.key, 9 * MIB) == value.data
+        assert_holds(store, value)
 
 
 async def test_a_buffer_that_is_not_aligned_works(tmp_path: Path) -> None:
