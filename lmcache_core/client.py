@@ -132,6 +132,22 @@ class Stats:
     loop_lag: float
     tiers: Sequence[TierStats]
     counts: Mapping[str, Mapping[str, float]]
+    frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceStats:
+    """What a node holds of one group of one namespace; sizes in bytes."""
+
+    digest: bytes
+    manifest: bytes
+    """Of the namespace, as tiers keep it; empty while nobody has registered it."""
+    chunks: int
+    pages: int
+    pinned: int
+    leased: int
+    nbytes: Mapping[str, int]
+    """By place."""
 
 
 class Client(Protocol):
@@ -239,6 +255,14 @@ class Client(Protocol):
 
     def stats(self) -> Stats:
         """State of the node now."""
+        ...
+
+    def spaces(self) -> list[SpaceStats]:
+        """What the node holds, by namespace and group."""
+        ...
+
+    def freeze(self, on: bool) -> None:
+        """Have the node store nothing new, or go on. What is there is served."""
         ...
 
     def flush(self, timeout: float | None = None) -> bool:

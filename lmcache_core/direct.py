@@ -17,6 +17,7 @@ from lmcache_core.client import (
     Model,
     Part,
     Room,
+    SpaceStats,
     Stats,
     Storing,
     TierStats,
@@ -492,7 +493,42 @@ class DirectClient:
                 node.lag,
                 tiers,
                 node.counts.snapshot(),
+                index.frozen,
             )
+
+    def spaces(self) -> list[SpaceStats]:
+        """What the node holds, by namespace and group."""
+        guard = self._guard
+        with guard.turn, guard.mutex:
+            found = list(guard.use().spaces.values())
+        told = []
+        for space in found:
+            with guard.turn, guard.mutex:
+                guard.use()
+                entries = list(space.chunks.values())
+            # Counted without the mutex, since there may be a million: what changes meanwhile may be in it or not.
+            sizes = dict.fromkeys(self._bits, 0)
+            for entry in entries:
+                for name, bit in self._bits.items():
+                    if entry.where & bit:
+                        sizes[name] += entry.nbytes
+            told.append(
+                SpaceStats(
+                    space.digest,
+                    space.geometry.manifest if space.geometry is not None else b"",
+                    len(entries),
+                    sum(len(entry.pages) for entry in entries),
+                    sum(1 for entry in entries if entry.pins),
+                    sum(1 for entry in entries if entry.leases),
+                    sizes,
+                )
+            )
+        return told
+
+    def freeze(self, on: bool) -> None:
+        """Store nothing new from now on, or again. What is there is served."""
+        with self._guard.turn, self._guard.mutex:
+            self._guard.use().frozen = on
 
     def flush(self, timeout: float | None = None) -> bool:
         """See `Client`."""

@@ -97,6 +97,8 @@ class Node:
         self.shared: dict[int, object] = {}
         """Leases and stores of clients that others can join, by number. Guarded by the mutex."""
         self._numbers = 0
+        self.drained = threading.Event()
+        """Set when a client has asked the node to end and what was queued is written."""
         self.servers: list[Server] = []
         """Serve others until the node is closed; the last one is closed first."""
         _nodes.add(self)

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from types import FrameType
 
 import msgspec
@@ -41,18 +40,17 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_usable(arguments.config).config
     path = socket_path(arguments.socket or config.socket or AUTO)
     config = msgspec.structs.replace(config, socket=path, connect="")
-    stop = threading.Event()
-
-    def told(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, told)
     with build_node(config) as node:
+
+        def told(number: int, frame: FrameType | None) -> None:
+            node.drained.set()
+
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, told)
         tiers = ", ".join(tier.name for tier in config.tiers) or "none"
         print(f"serving at {path}: {format_size(node.pool.capacity)} of host memory, tiers: {tiers}", flush=True)
         notify_manager("READY=1")
-        stop.wait()
+        node.drained.wait()
         notify_manager("STOPPING=1")
         print("stopping: writing what is queued", file=sys.stderr, flush=True)
     return 0

@@ -19,6 +19,7 @@ class Refusal(enum.Enum):
     """Why a chunk is not stored. Values are the `reason` label of the drop counter."""
 
     POOL_FULL = "pool_full"
+    FROZEN = "frozen"
     NO_PARENT = "no_parent"
     QUEUE_FULL = "queue_full"
     TIER_FULL = "tier_full"

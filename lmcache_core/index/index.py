@@ -63,6 +63,8 @@ class Index(Loading):
         super().__init__(pool, policy, tiers, Counts() if counts is None else counts)
         self.spaces: dict[bytes, Space] = {}
         self.leases: OrderedDict[int, Lease] = OrderedDict()
+        self.frozen = False
+        """Nothing new is stored; what is there is served."""
         self._lease_timeout = lease_timeout
         self._clock = clock
         self._numbers = 0
@@ -194,6 +196,10 @@ class Index(Loading):
             return
         if key in space.staged:
             plan.present += pages
+            return
+        if self.frozen:
+            plan.dropped += pages
+            self.counts.add("dropped_chunks", Refusal.FROZEN.value)
             return
         geometry = space.known
         chained = geometry.kind is GroupKind.FULL

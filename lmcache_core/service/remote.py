@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from lmcache_core.client import AHEAD, Boundary, Finished, Grant, Held, Model, Part, Room, Stats, Storing
+from lmcache_core.client import AHEAD, Boundary, Finished, Grant, Held, Model, Part, Room, SpaceStats, Stats, Storing
 from lmcache_core.config import Config
 from lmcache_core.errors import BackendError, ClosedError, LayoutError, UsageError
 from lmcache_core.namespace import Namespace
@@ -380,6 +380,42 @@ class RemoteClient:
         """
         report = self._ask(lambda link: link.call(wire.AskStats(), wire.Report))
         return msgspec.msgpack.decode(report.stats, type=Stats)
+
+    def spaces(self) -> list[SpaceStats]:
+        """What the node holds, by namespace and group.
+
+        Raises:
+            BackendError: The node is not there.
+        """
+        report = self._ask(lambda link: link.call(wire.AskSpaces(), wire.Report))
+        return msgspec.msgpack.decode(report.stats, type=list[SpaceStats])
+
+    def clients(self) -> Sequence[wire.ClientStats]:
+        """The clients of the node, this one too.
+
+        Raises:
+            BackendError: The node is not there.
+        """
+        return self._ask(lambda link: link.call(wire.AskClients(), wire.Clients)).clients
+
+    def freeze(self, on: bool) -> None:
+        """Have the node store nothing new, or go on. What is there is served.
+
+        Raises:
+            BackendError: The node is not there.
+        """
+        self._ask(lambda link: link.call(wire.Freeze(on), wire.Number))
+
+    def drain(self, timeout: float) -> bool:
+        """Have the node store nothing new, write what is queued, and end if it is a process of its own. Returns whether
+        all was written within `timeout` seconds.
+
+        Raises:
+            BackendError: The node is not there.
+        """
+        seconds = min(max(0.0, timeout), LONGEST_WAIT)
+        done = self._ask(lambda link: link.ticket(link.call(wire.Drain(seconds), wire.Number).value, bool))
+        return done.result(seconds + self._deadline)
 
     def flush(self, timeout: float | None = None) -> bool:
         """See `Client`. False while the node is not there."""

@@ -76,7 +76,7 @@ class NodeServer:
 
     def _let_in(self, stream: socket.socket) -> None:
         try:
-            session = Session(self._node, stream)
+            session = Session(self._node, stream, lambda: self.sessions)
         except OSError as error:
             log.warning("a client could not be let in: %s", error)
             stream.close()

@@ -10,6 +10,7 @@ import contextlib
 import re
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, NoReturn
@@ -41,11 +42,13 @@ HELLO_TIMEOUT = 5.0
 class Session:
     """See the module. `run` serves until the client has left or is sent away."""
 
-    def __init__(self, node: Node, stream: socket.socket) -> None:
+    def __init__(self, node: Node, stream: socket.socket, all_of_them: Callable[[], Sequence[Session]]) -> None:
         self.name = "?"
         self.pid, self.uid, self.gid = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         self._client = DirectClient(node)
         self._node = node
+        self._all = all_of_them
+        self._since = time.monotonic()
         self._stream = stream
         self._reader = wire.Reader(stream)
         self._packets, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -75,6 +78,10 @@ class Session:
             wire.AskStats: self._stats,
             wire.Flush: self._flush,
             wire.Ping: self._ping,
+            wire.AskSpaces: self._spaces,
+            wire.AskClients: self._clients,
+            wire.Freeze: self._freeze,
+            wire.Drain: self._drain,
             wire.Share: self._share,
             wire.JoinHold: self._join_hold,
             wire.JoinStore: self._join_store,
@@ -321,9 +328,33 @@ class Session:
         return wire.Report(msgspec.msgpack.encode(self._client.stats()))
 
     def _flush(self, request: wire.Flush) -> wire.Answer:
-        if request.timeout is not None and not 0 <= request.timeout <= LONGEST_WAIT:  # nor NaN, which stops event loops
-            raise UsageError(f"a timeout is 0 to {LONGEST_WAIT:g} seconds, not {request.timeout}")
+        if request.timeout is not None:
+            _check_wait(request.timeout)
         return wire.Number(self._ticket(self._node.flushed(request.timeout)))
+
+    def _spaces(self, request: wire.AskSpaces) -> wire.Answer:
+        return wire.Report(msgspec.msgpack.encode(self._client.spaces()))
+
+    def _clients(self, request: wire.AskClients) -> wire.Answer:
+        return wire.Clients(tuple(session.told() for session in self._all()))
+
+    def told(self) -> wire.ClientStats:
+        """What others may know of this client."""
+        age = time.monotonic() - self._since
+        leases, stores = self.held
+        return wire.ClientStats(self.pid, self.uid, self.name, self._client.shard, age, leases, stores)
+
+    def _freeze(self, request: wire.Freeze) -> wire.Answer:
+        self._client.freeze(request.on)
+        return wire.Number(int(request.on))
+
+    def _drain(self, request: wire.Drain) -> wire.Answer:
+        _check_wait(request.timeout)
+        self._client.freeze(True)
+        written = self._node.flushed(request.timeout)
+        ticket = self._ticket(written)
+        written.add_done_callback(lambda _: self._node.drained.set())
+        return wire.Number(ticket)
 
     def _share(self, request: wire.Share) -> wire.Answer:
         work = self._held(request.hold) if request.hold else self._storing(request.store)
@@ -346,6 +377,11 @@ class Session:
 
 def _unknown(what: str, number: int) -> NoReturn:
     raise UsageError(f"there is no {what} {number}; it has ended, or never was")
+
+
+def _check_wait(seconds: float) -> None:
+    if not 0 <= seconds <= LONGEST_WAIT:  # nor NaN, which stops event loops
+        raise UsageError(f"a timeout is 0 to {LONGEST_WAIT:g} seconds, not {seconds}")
 
 
 def names(places: Sequence[str] | None) -> tuple[str, ...] | None:

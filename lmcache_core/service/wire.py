@@ -207,6 +207,27 @@ class JoinStore(_Message, tag=22):
     number: int
 
 
+class AskSpaces(_Message, tag=23):
+    """Answered by `Report`, of a list of `SpaceStats`."""
+
+
+class AskClients(_Message, tag=24):
+    """Answered by `Clients`."""
+
+
+class Freeze(_Message, tag=25):
+    """Answered by `Number`, the argument."""
+
+    on: bool
+
+
+class Drain(_Message, tag=26):
+    """Store nothing new, write what is queued, and end the node if it is a process of its own. Answered by `Number`, a
+    ticket; its value is 1 if all was written within `timeout` seconds."""
+
+    timeout: float
+
+
 # From a node
 
 
@@ -305,9 +326,28 @@ class Finished(_Message, tag=110):
 
 
 class Report(_Message, tag=111):
-    """Answer to `AskStats`: `lmcache_core.client.Stats`, as msgpack."""
+    """Answer to `AskStats` and `AskSpaces`: structures of `lmcache_core.client`, as msgpack."""
 
     stats: bytes
+
+
+class ClientStats(_Message, tag=112):
+    """One client of a node."""
+
+    pid: int
+    uid: int
+    name: str
+    shard: int
+    seconds: float
+    """Since it has come."""
+    leases: int
+    stores: int
+
+
+class Clients(_Message, tag=113):
+    """Answer to `AskClients`."""
+
+    clients: tuple[ClientStats, ...]
 
 
 class Done(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -341,8 +381,12 @@ Request: TypeAlias = (
     | Share
     | JoinHold
     | JoinStore
+    | AskSpaces
+    | AskClients
+    | Freeze
+    | Drain
 )
-Answer: TypeAlias = Welcome | Failed | Number | Boundary | Held | Grants | Rooms | Finished | Report
+Answer: TypeAlias = Welcome | Failed | Number | Boundary | Held | Grants | Rooms | Finished | Report | Clients
 CASTS = (Consume, Release, Filled, Count, DropStore)
 
 _encoder = msgspec.msgpack.Encoder()

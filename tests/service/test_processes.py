@@ -9,17 +9,19 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lmcache_core import ConfigError
 from lmcache_core.errors import BackendError
+from lmcache_core.service import wire
 from lmcache_core.service.address import Listener, socket_path
 from lmcache_core.wrappers import Slow
-from tests.node.kv import CHUNK_TOKENS, PageView, at_rest, retrieve, store, tokens, until
+from tests.node.kv import CHUNK_FRAME, CHUNK_TOKENS, PageView, at_rest, retrieve, store, tokens, until
 from tests.node.shelf import Shelf
 from tests.service.kit import Process, open_served, remote, serving
 
@@ -77,6 +79,61 @@ def test_what_a_client_held_ends_with_it(tmp_path: Path) -> None:
         until(lambda: not (cache.stats().leases or cache.stats().pinned or cache.stats().staged))
         assert cache.lookup(tokens("ijkl")).tokens == 0
         assert store(cache, "ijklmnop")
+        at_rest(cache)
+        cache.close()
+
+
+def test_a_frozen_client_and_one_that_takes_no_answers_hold_up_nobody(tmp_path: Path) -> None:
+    """The node answers the others within their deadline, a second."""
+    with serving(tmp_path) as (_, path), engine(path) as first, engine(path) as second:
+        cache = remote(path, call_timeout=1.0)
+        assert first.do("store abcdefgh") == [8, True]
+        assert first.do("hold abcdefgh") == [8, 2]
+        assert first.do("reserve ijklmnop") == 2
+        first.process.freeze()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as greedy:
+            greedy.connect(str(path))
+            greedy.sendall(wire.encode(wire.Hello(wire.VERSION, "greedy", 0)))
+            greedy.setblocking(False)
+            with suppress(BlockingIOError):
+                while True:
+                    greedy.send(wire.encode(wire.AskStats()))
+            for _ in range(20):
+                assert cache.stats().leases >= 1
+                assert cache.lookup(tokens("abcdefgh")).tokens == 2 * CHUNK_TOKENS
+            assert store(cache, "qrst")
+            assert retrieve(cache, "abcdefgh") == 8
+            assert second.do("retrieve qrst") == 4
+        first.process.kill()
+        until(lambda: not (cache.stats().leases or cache.stats().staged))
+        at_rest(cache)
+        cache.close()
+
+
+def test_a_flood_of_stores_takes_no_more_memory_or_disk_than_was_allowed(tmp_path: Path) -> None:
+    """Sixteen times as much as the pool, and as the disk may hold, faster than the disk takes it."""
+    allowed = 4 << 20
+    tier = {"backend": "disk", "path": str(tmp_path / "kv"), "capacity": allowed, "min_free": 0, "segment": "256KiB"}
+    with serving(tmp_path, cpu={"capacity": allowed}, tiers=[tier]) as (node, path):
+        cache = remote(path)
+        assert store(cache, "abcd")
+        until(lambda: cache.stats().pool_usable == allowed)
+        process = psutil.Process(node.process.pid)
+        before = process.memory_info().rss
+        most = 0
+        sent = 0
+        while sent < 16 * allowed:
+            prompt = cache.prompt([sent] * 32 * CHUNK_TOKENS)
+            cache.store(prompt, PageView(len(prompt.keys)))
+            sent += 32 * CHUNK_FRAME
+            most = max(most, process.memory_info().rss)
+        assert cache.flush(20)
+        stats = cache.stats()
+        assert stats.pool_used <= allowed
+        assert stats.tiers[0].used <= allowed
+        assert sum(file.stat().st_size for file in (tmp_path / "kv").glob("*/segment-*")) <= allowed
+        assert stats.counts["evicted_chunks"]["cpu"] > allowed // CHUNK_FRAME
+        assert max(most, process.memory_info().rss) - before < 8 << 20
         at_rest(cache)
         cache.close()
 

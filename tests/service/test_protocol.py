@@ -144,6 +144,7 @@ def test_a_connection_begins_with_a_hello_of_this_version(cache: Cache, first: m
         (wire.Prefetch(0, b"", None, "nowhere"), "no tier 'nowhere'"),
         (wire.Flush(float("nan")), "a timeout is 0 to"),
         (wire.Flush(-1.0), "a timeout is 0 to"),
+        (wire.Drain(float("nan")), "a timeout is 0 to"),
         (wire.Flush(1e300), "a timeout is 0 to"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else value,
@@ -227,11 +228,14 @@ SAMPLES = [
     wire.Share(1, 0),
     wire.JoinHold(1, 1),
     wire.JoinStore(1),
+    wire.AskSpaces(),
+    wire.AskClients(),
+    wire.Freeze(False),
 ]
 
 
 def test_every_request_is_in_the_samples() -> None:
-    told = {type(sample) for sample in SAMPLES} | {wire.Hello, wire.Clear}
+    told = {type(sample) for sample in SAMPLES} | {wire.Hello, wire.Clear, wire.Drain}
     assert told == {kind.cls for kind in REQUESTS}
 
 

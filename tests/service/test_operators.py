@@ -1,0 +1,96 @@
+"""What operators ask of a node that is at work, and tell it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lmcache_core.namespace import Namespace
+from lmcache_core.service.remote import RemoteClient
+from tests.node.kv import (
+    CHUNK_FRAME,
+    PAGE_TOKENS,
+    PageView,
+    at_rest,
+    namespace,
+    open_cache,
+    retrieve,
+    store,
+    tokens,
+    until,
+)
+from tests.node.shelf import Shelf
+from tests.service.kit import open_served, remote, serving
+
+
+def test_what_a_node_holds_by_namespace(tmp_path: Path) -> None:
+    cache = open_served(tmp_path, Shelf(), slots=16)
+    client: RemoteClient = cache.client  # type: ignore[assignment]
+    assert store(cache, "abcdefgh")
+    assert store(cache, "abcdx")
+    cache.pin(tokens("abcd"))
+    held = client.hold(cache._model, cache.prompt(tokens("abcdefgh")).keys)
+    cache.evict(tokens("abcdx"), ["cpu"])  # but for what is pinned and leased
+    (space,) = client.spaces()
+    assert Namespace.from_manifest(space.manifest) == namespace()
+    assert space.digest == namespace().space(0)
+    assert (space.chunks, space.pages, space.pinned, space.leased) == (3, 9, 1, 2)
+    assert space.nbytes == {"cpu": 2 * CHUNK_FRAME, "t0": 2 * CHUNK_FRAME + 4096 + PAGE_TOKENS * 256}
+    client.release(held)
+    cache.unpin(tokens("abcd"))
+    at_rest(cache)
+    cache.close()
+
+
+def test_who_uses_a_node(tmp_path: Path) -> None:
+    with serving(tmp_path) as (_, path):
+        cache, other = remote(path), remote(path)
+        assert store(cache, "abcd")
+        client: RemoteClient = cache.client  # type: ignore[assignment]
+        held = client.hold(cache._model, cache.prompt(tokens("abcd")).keys)
+        told = client.clients()
+        assert sorted((each.leases, each.stores, each.shard) for each in told) == [(0, 0, 0), (1, 0, 0)]
+        assert all(each.seconds >= 0 and f"({each.pid})" in each.name for each in told)
+        client.release(held)
+        other.close()
+        until(lambda: len(client.clients()) == 1)
+        cache.close()
+
+
+def test_a_frozen_node_serves_and_stores_nothing(tmp_path: Path) -> None:
+    cache = open_served(tmp_path, Shelf())
+    client: RemoteClient = cache.client  # type: ignore[assignment]
+    assert store(cache, "abcd")
+    client.freeze(True)
+    assert client.stats().frozen
+    prompt = cache.prompt(tokens("abcdefgh"))
+    result = cache.store(prompt, PageView.of(prompt.keys))
+    assert (result.stored, result.present, result.dropped) == (0, 4 * PAGE_TOKENS, 4 * PAGE_TOKENS)
+    assert client.stats().counts["dropped_chunks"] == {"frozen": 1}
+    cache.clear(["cpu"])
+    assert retrieve(cache, "abcdefgh") == 4
+    client.freeze(False)
+    assert store(cache, "abcdefgh")
+    at_rest(cache)
+    cache.close()
+
+
+def test_a_node_that_is_drained_has_written_everything_and_ends(tmp_path: Path) -> None:
+    with serving(tmp_path) as (node, path):
+        cache = remote(path)
+        prompt = cache.prompt(tokens("abcdefgh"))
+        cache.store(prompt, PageView.of(prompt.keys))
+        client: RemoteClient = cache.client  # type: ignore[assignment]
+        assert client.drain(30)
+        assert node.process.wait(30) == 0
+        assert cache.lookup(prompt).tokens == 0
+        with serving(tmp_path):
+            until(lambda: cache.lookup(prompt).tokens == 8 * PAGE_TOKENS)
+        cache.close()
+
+
+def test_an_embedded_node_is_told_the_same(tmp_path: Path) -> None:
+    with open_cache(Shelf()) as cache:
+        client = cache.client
+        client.freeze(True)
+        assert store(cache, "abcd") is False
+        assert client.spaces()[0].chunks == 0
