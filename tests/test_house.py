@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -21,6 +22,21 @@ HEAVY = {"aiofiles", "numpy", "prometheus_client", "rich", "torch", "transformer
 
 def test_the_version_is_the_distributions() -> None:
     assert lmcache_core.__version__ == version("lmcache-core")
+
+
+RUNS_CODE = re.compile(
+    r"(import|from) (cloudpickle|dill|joblib|jsonpickle|marshal|pickle|shelve)\b|allow_pickle=True"
+    r"|\byaml\.(unsafe_|full_)?load\(|\btorch\.load\(|(?<![.\w])(eval|exec)\("
+)
+
+
+def test_nothing_is_decoded_that_can_run_code() -> None:
+    """Neither from a socket nor from a disk: whoever can write there must not be able to run code here."""
+    for risky in ("import pickle", "from pickle import loads", "yaml.load(text)", "torch.load(path)", "x = eval(text)"):
+        assert RUNS_CODE.search(risky)
+    files = [file for room in ("lmcache_core", "backends", "transfer", "cuda") for file in (ROOT / room).rglob("*.py")]
+    assert len(files) > 100
+    assert [str(file) for file in files if RUNS_CODE.search(file.read_text())] == []
 
 
 def test_importing_the_core_imports_nothing_heavy() -> None:

@@ -302,6 +302,28 @@ def test_a_small_pool_keeps_what_it_can() -> None:
         assert made.failures == {}
 
 
+@pytest.mark.parametrize("left", [5, 3, 1, 0])
+def test_what_was_evicted_is_computed_again_and_no_token_changes(left: int) -> None:
+    """Chunks of 16 tokens; those behind the first `left` are gone."""
+    model = tiny_llama()
+    prompt = random_prompt(85)
+    expected = plain(model, prompt, max_new_tokens=9)
+    with cached(model) as made:
+        made.generate(prompt, max_new_tokens=1)
+        assert made.cache.lookup(prompt[0].tolist()).tokens == 84
+        guard = made.cache.client.node.guard  # type: ignore[attr-defined]
+        keys = made.cache.prompt(prompt[0].tolist()).keys[4 * left :]
+        with guard.turn, guard.mutex:
+            index = guard.use()
+            chunks = index.spaces[made.cache.namespace.space(0)].chunks
+            index.evict([chunks[key] for key in keys if key in chunks], -1)
+        assert torch.equal(made.generate(prompt, max_new_tokens=9), expected)
+        assert counts(made)[:2] == (85, 16 * left)
+        assert torch.equal(made.generate(prompt, max_new_tokens=9), expected)
+        assert counts(made)[:2] == (85, 84)
+        assert made.failures == {}
+
+
 def test_time_to_the_first_token_is_a_part_of_the_call() -> None:
     with cached(tiny_llama()) as made:
         assert made.last_call is None
