@@ -418,7 +418,8 @@ class DirectClient:
             index = self._guard.use()
             found = index.find(_spaces(model), keys)
             index.pin(piece.entry for piece in found.pieces)
-            self._pins.setdefault((_spaces(model)[0].digest, *keys), []).append(found)
+            if found.pieces:
+                self._pins.setdefault((_spaces(model)[0].digest, *keys), []).append(found)
         return found.pages
 
     def unpin(self, model: Model, keys: Sequence[bytes]) -> int:
@@ -433,14 +434,16 @@ class DirectClient:
             index.unpin(piece.entry for piece in pieces)
         return sum(piece.pages for piece in pinned if piece.group == 0)
 
-    def unpin_all(self) -> None:
-        """Undo all that was pinned through this client."""
+    def unpin_all(self) -> int:
+        """Undo all that was pinned through this client. Returns how many chunks are pinned no longer."""
+        freed = 0
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
             for pins in self._pins.values():
                 for found in pins:
-                    index.unpin(piece.entry for piece in found.pieces)
+                    freed += index.unpin(piece.entry for piece in found.pieces)
             self._pins.clear()
+        return freed
 
     def evict(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> int:
         """See `Client`."""

@@ -55,6 +55,8 @@ class Link:
         try:
             self._stream.settimeout(deadline)
             self._stream.connect(path)
+            credentials = self._stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            self.node_pid: int = struct.unpack("3i", credentials)[0]
             self._reader = wire.Reader(self._stream)
             self._stream.sendall(wire.encode(wire.Hello(wire.VERSION, name, shard)))
             self.welcome, fds = self._receive_welcome()

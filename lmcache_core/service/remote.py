@@ -90,6 +90,8 @@ class RemoteClient:
         self._deadline = config.call_timeout
         self._log = RateLog(log, config.log_interval)
         self._link: Link | None = None
+        self.why = ""
+        """Why the node is not there, when it is not."""
         self._closed = threading.Event()
         self._came = threading.Condition()
         _clients.add(self)
@@ -103,6 +105,7 @@ class RemoteClient:
         try:
             link = Link(self.path, self._name, self._deadline, self.shard)
         except LinkDown as error:
+            self.why = str(error)
             self._log.warning("connect", "%s; what it would give is computed until it is there", error)
             return None
         self.chunk_tokens = link.welcome.chunk_tokens
@@ -124,6 +127,7 @@ class RemoteClient:
                 continue
             pause = FIRST_PAUSE
             link.listen()
+            self.why = link.why
             if not self._closed.is_set():
                 self._log.warning("down", "%s; what it would give is computed until it is back", link.why)
             with self._came:
@@ -135,6 +139,12 @@ class RemoteClient:
         """Wait for a connection. Returns whether there is one."""
         with self._came:
             return self._came.wait_for(lambda: self._link is not None and not self._link.down, timeout)
+
+    @property
+    def node_pid(self) -> int:
+        """Process of the node; 0 while it is not there, or is in a container that this process does not see into."""
+        link = self._link
+        return 0 if link is None else link.node_pid
 
     def _up(self) -> Link:
         if self._closed.is_set():
@@ -336,17 +346,31 @@ class RemoteClient:
         nothing.set_result(0)
         return self._try(ask, nothing)
 
-    def pin(self, model: Model, keys: Sequence[bytes]) -> int:
-        """See `Client`. Pins end with the connection."""
-        return self._ask(
-            lambda link: link.call(wire.Pin(self._number(link, model), wire.join_keys(keys)), wire.Number).value
-        )
+    def pin(self, model: Model, keys: Sequence[bytes], *, kept: bool = False) -> int:
+        """See `Client`. Pins end with the connection, but for those that are `kept`: they are the node's."""
 
-    def unpin(self, model: Model, keys: Sequence[bytes]) -> int:
-        """See `Client`."""
-        return self._ask(
-            lambda link: link.call(wire.Unpin(self._number(link, model), wire.join_keys(keys)), wire.Number).value
-        )
+        def ask(link: Link) -> int:
+            request = wire.Pin(self._number(link, model), wire.join_keys(keys), kept)
+            return link.call(request, wire.Number).value
+
+        return self._ask(ask)
+
+    def unpin(self, model: Model, keys: Sequence[bytes], *, kept: bool = False) -> int:
+        """See `Client`. Of the pins that are `kept`, whoever asked for them."""
+
+        def ask(link: Link) -> int:
+            request = wire.Unpin(self._number(link, model), wire.join_keys(keys), kept)
+            return link.call(request, wire.Number).value
+
+        return self._ask(ask)
+
+    def unpin_kept(self) -> int:
+        """Undo all pins that the node keeps. Returns how many chunks are pinned no longer.
+
+        Raises:
+            BackendError: The node is not there.
+        """
+        return self._ask(lambda link: link.call(wire.Unpin(None, b"", True), wire.Number).value)
 
     def evict(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> int:
         """See `Client`."""

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 
+from lmcache_core.direct import DirectClient
 from lmcache_core.node import Node
 from lmcache_core.service import wire
 from lmcache_core.service.address import Listener
@@ -31,6 +32,8 @@ class NodeServer:
     def __init__(self, node: Node, path: str) -> None:
         self.path = path
         self._node = node
+        self._keeper = DirectClient(node)
+        """Has the pins that outlive the client who asked for them."""
         self._listener = Listener(path)
         self._sessions: dict[Session, threading.Thread] = {}
         self._lock = threading.Lock()
@@ -76,7 +79,7 @@ class NodeServer:
 
     def _let_in(self, stream: socket.socket) -> None:
         try:
-            session = Session(self._node, stream, lambda: self.sessions)
+            session = Session(self._node, stream, lambda: self.sessions, self._keeper)
         except OSError as error:
             log.warning("a client could not be let in: %s", error)
             stream.close()

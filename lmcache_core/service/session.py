@@ -1,7 +1,7 @@
 """One client of a node's socket: its requests, carried out on a thread of its own, and all that it holds.
 
 Leases, stores and pins belong to the session and end with it, at whatever instruction the client died: the kernel
-closes its socket when none of its threads can write to the pool any more.
+closes its socket when none of its threads can write to the pool any more. Only pins that it asks the node to keep stay.
 """
 
 from __future__ import annotations
@@ -42,10 +42,13 @@ HELLO_TIMEOUT = 5.0
 class Session:
     """See the module. `run` serves until the client has left or is sent away."""
 
-    def __init__(self, node: Node, stream: socket.socket, all_of_them: Callable[[], Sequence[Session]]) -> None:
+    def __init__(
+        self, node: Node, stream: socket.socket, all_of_them: Callable[[], Sequence[Session]], keeper: DirectClient
+    ) -> None:
         self.name = "?"
         self.pid, self.uid, self.gid = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         self._client = DirectClient(node)
+        self._keeper = keeper
         self._node = node
         self._all = all_of_them
         self._since = time.monotonic()
@@ -302,10 +305,14 @@ class Session:
         return wire.Number(self._ticket(future))
 
     def _pin(self, request: wire.Pin) -> wire.Answer:
-        return wire.Number(self._client.pin(self._model(request.model), wire.split_keys(request.keys)))
+        pinner = self._keeper if request.kept else self._client
+        return wire.Number(pinner.pin(self._model(request.model), wire.split_keys(request.keys)))
 
     def _unpin(self, request: wire.Unpin) -> wire.Answer:
-        return wire.Number(self._client.unpin(self._model(request.model), wire.split_keys(request.keys)))
+        pinner = self._keeper if request.kept else self._client
+        if request.model is None:
+            return wire.Number(pinner.unpin_all())
+        return wire.Number(pinner.unpin(self._model(request.model), wire.split_keys(request.keys)))
 
     def _evict(self, request: wire.Evict) -> wire.Answer:
         keys = wire.split_keys(request.keys)

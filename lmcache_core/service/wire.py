@@ -135,13 +135,17 @@ class Pin(_Message, tag=11):
 
     model: int
     keys: bytes
+    kept: bool = False
+    """It is the node's and outlives the client."""
 
 
 class Unpin(_Message, tag=12):
-    """Answered by `Number`, of pages."""
+    """Answered by `Number`, of pages. Without a model it undoes all pins of one kind; the number is of chunks then."""
 
-    model: int
+    model: int | None
     keys: bytes
+    kept: bool = False
+    """Of the pins that are the node's."""
 
 
 class Evict(_Message, tag=13):

@@ -94,3 +94,36 @@ def test_an_embedded_node_is_told_the_same(tmp_path: Path) -> None:
         client.freeze(True)
         assert store(cache, "abcd") is False
         assert client.spaces()[0].chunks == 0
+
+
+def test_pins_that_the_node_keeps_outlive_who_asked_for_them(tmp_path: Path) -> None:
+    with serving(tmp_path) as (node, path):
+        cache = remote(path)
+        client: RemoteClient = cache.client  # type: ignore[assignment]
+        assert client.node_pid == node.process.pid
+        assert store(cache, "abcdefgh")
+        keys = cache.prompt(tokens("abcd")).keys
+        other = remote(path)
+        assert other.client.pin(other._model, keys, kept=True) == 4  # type: ignore[call-arg]
+        assert other.client.pin(other._model, keys) == 4
+        other.close()
+        until(lambda: len(client.clients()) == 1)
+        assert client.stats().pinned == 1
+        assert cache.evict(tokens("abcdefgh"), ["cpu"]) == 1
+        assert client.unpin(cache._model, keys) == 0, "it is not this client's"
+        assert client.unpin(cache._model, keys, kept=True) == 4
+        assert client.unpin(cache._model, keys, kept=True) == 0
+        assert client.pin(cache._model, keys, kept=True) == 4
+        assert client.pin(cache._model, cache.prompt(tokens("x")).keys, kept=True) == 0
+        assert client.unpin_kept() == 1
+        assert client.stats().pinned == 0
+        at_rest(cache)
+        cache.close()
+
+
+def test_a_client_knows_why_its_node_is_not_there(tmp_path: Path) -> None:
+    cache = remote(tmp_path / "nowhere")
+    client: RemoteClient = cache.client  # type: ignore[assignment]
+    assert client.why == f"no node at {tmp_path / 'nowhere'}: [Errno 2] No such file or directory"
+    assert client.node_pid == 0
+    cache.close()
