@@ -25,6 +25,8 @@ from benchmarks.disks import disk
 from benchmarks.harness import FULL, QUICK, Row, Scale
 from benchmarks.hashing import hashing
 from benchmarks.memory import beside_a_busy_thread, quiet
+from benchmarks.nodes import ROWS as NODE_ROWS
+from benchmarks.nodes import node
 from benchmarks.starts import imports, restart
 
 __all__ = ["BARS", "measure"]
@@ -46,6 +48,10 @@ BARS = {
     "disk.read": 0.9,
     "restart.first_hit_s": 1.0,
     "import_s": 1.0,
+    "node.lookup.16": 1.0,
+    "node.lookup.512": 1.0,
+    "node.store": 0.7,
+    "node.retrieve": 0.7,
 }
 """The ratio that a row should reach at least."""
 
@@ -73,6 +79,7 @@ SUITES: dict[Callable[[Scale], Iterator[Row]], Sequence[str]] = {
     beside_a_busy_thread: ["store.busy", "retrieve.busy"],
     disk: DISK_ROWS,
     restart: ["restart.first_hit_s"],
+    node: NODE_ROWS,
 }
 """What is measured together, and the rows it gives."""
 

@@ -176,11 +176,16 @@ class HostPool:
 
     def _fault_step(self, start: int, mutex: threading.Lock) -> None:
         size = min(FAULT_STEP, self.capacity - start)
-        # By ctypes, since it lets go of the GIL where mmap.madvise does not.
-        if _libc.madvise(self.address + start, size, _MADV_POPULATE_WRITE):
+        if not populate(self.address, start, size):
             self.memory[start : start + size : ALIGN] = bytes(-(-size // ALIGN))  # kernels before 5.14
         with mutex:
             self._extents.grow(size)
+
+
+def populate(address: int, start: int, size: int) -> bool:
+    """Have the pages of a mapping there, so that no copy stops for them; lets go of the GIL. False where the kernel
+    cannot (before 5.14)."""
+    return not _libc.madvise(address + start, size, _MADV_POPULATE_WRITE)
 
 
 def _memfd(capacity: int, hugepages: bool) -> int:

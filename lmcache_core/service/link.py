@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import socket
@@ -17,6 +18,7 @@ import msgspec
 
 from lmcache_core import errors
 from lmcache_core.errors import ClosedError, LMCacheError
+from lmcache_core.hostpool import FAULT_STEP, populate
 from lmcache_core.service import wire
 
 A = TypeVar("A", bound=msgspec.Struct)
@@ -47,6 +49,7 @@ class Link:
         self._lock = threading.Lock()
         self._tickets: dict[int, Callable[[int], None]] = {}
         self._early: dict[int, int] = {}
+        self._own = 0
         self._waiting = threading.Lock()
         """Guards the two."""
         self._let_go: deque[msgspec.Struct] = deque()
@@ -77,6 +80,14 @@ class Link:
             raise
         self.memory = memoryview(self._map)
         """The node's pool."""
+        threading.Thread(target=self._populate, name="lmcache-map", daemon=True).start()
+
+    def _populate(self) -> None:
+        """Map the pool's pages before copies need them: each costs a fault otherwise."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        for start in range(0, len(self.memory), FAULT_STEP):
+            if self.down or not populate(address, start, min(FAULT_STEP, len(self.memory) - start)):
+                return
 
     def _receive_welcome(self) -> tuple[wire.Welcome, list[int]]:
         data, fds, _, _ = socket.recv_fds(self._stream, wire.FIRST, 2)
@@ -100,9 +111,18 @@ class Link:
             raise
         return answer, fds
 
+    def own_ticket(self, kind: Callable[[int], T]) -> tuple[int, Future[T]]:
+        """A ticket that is not the node's but this client's, and its future."""
+        with self._waiting:
+            self._own -= 1
+            number = self._own
+        return number, self.ticket(number, kind)
+
     def later(self, request: msgspec.Struct) -> None:
-        """Send a request that has no answer before the next one. May be called from anywhere, finalizers too."""
-        self._let_go.append(request)
+        """Send a request that has no answer with the next one, or when nothing else has been said for a while. May be
+        called from anywhere, finalizers too."""
+        if not self.down:
+            self._let_go.append(request)
 
     def _send(self, message: bytes) -> None:
         if self._let_go:
@@ -201,7 +221,7 @@ class Link:
                 try:
                     packet = packets.recv(wire.FIRST)
                 except BlockingIOError:  # nothing within the deadline
-                    if self._tickets:
+                    if self._tickets or self._let_go:
                         self.call(wire.Ping(), wire.Number)
                     continue
                 if not packet:

@@ -64,6 +64,10 @@ class _Store:
     link: Link
     number: int
     finished: bool = False
+    shared: bool = False
+    """Others fill its rooms too."""
+    pages: int = 0
+    """Of rooms that this client has filled."""
 
     def __del__(self) -> None:
         if not self.finished:
@@ -250,7 +254,7 @@ class RemoteClient:
         """See `Client`."""
         lease: _Lease | None = held.handle
         if lease is not None and not lease.released:
-            self._cast(lease.link, wire.Consume(lease.number, parts))
+            lease.link.later(wire.Consume(lease.number, parts))  # with the next part, or the release
 
     def release(self, held: Held) -> None:
         """See `Client`."""
@@ -286,6 +290,7 @@ class RemoteClient:
     def filled(self, room: Room) -> None:
         """See `Client`."""
         store, number = room.handle
+        store.pages += room.part.pages
         with contextlib.suppress(BufferError):  # somebody has made an array of it and keeps that
             room.target.release()
         self._cast(store.link, wire.Filled(store.number, number))
@@ -299,6 +304,10 @@ class RemoteClient:
             return Finished(0, nothing)
         store.finished = True
         try:
+            if not store.shared:
+                number, written = store.link.own_ticket(bool)
+                store.link.cast(wire.EndStore(store.number, number))
+                return Finished(store.pages, written)
             got = store.link.call(wire.FinishStore(store.number), wire.Finished)
         except LinkDown:
             return Finished(0, nothing)
@@ -309,6 +318,8 @@ class RemoteClient:
         handle: _Lease | _Store | None = work.handle
         if handle is None:
             return 0
+        if isinstance(handle, _Store):
+            handle.shared = True
         hold, store = (handle.number, 0) if isinstance(handle, _Lease) else (0, handle.number)
         try:
             return handle.link.call(wire.Share(hold, store), wire.Number).value
@@ -329,7 +340,7 @@ class RemoteClient:
 
         def ask(link: Link) -> Storing | None:
             got = link.either(wire.JoinStore(number), wire.Rooms)
-            return None if got is None else _storing(link, got)
+            return None if got is None else _storing(link, got, shared=True)
 
         return self._try(ask, None)
 
@@ -394,7 +405,7 @@ class RemoteClient:
         """See `Client`."""
         link = self._link
         if link is not None:
-            self._cast(link, wire.Count(name, label, float(amount)))
+            link.later(wire.Count(name, label, float(amount)))
 
     def stats(self) -> Stats:
         """See `Client`.
@@ -472,8 +483,8 @@ def _held(link: Link, got: wire.Held) -> Held:
     return Held(got.pages, [Part(part.group, part.first, part.pages) for part in got.parts], asked, lease)
 
 
-def _storing(link: Link, got: wire.Rooms) -> Storing:
-    store = _Store(link, got.store)
+def _storing(link: Link, got: wire.Rooms, *, shared: bool = False) -> Storing:
+    store = _Store(link, got.store, shared=shared)
     rooms = [
         Room(
             Part(room.group, room.first, room.pages),

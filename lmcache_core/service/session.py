@@ -72,6 +72,7 @@ class Session:
             wire.Filled: self._filled,
             wire.FinishStore: self._finish_store,
             wire.DropStore: self._drop_store,
+            wire.EndStore: self._end_store,
             wire.Prefetch: self._prefetch,
             wire.Pin: self._pin,
             wire.Unpin: self._unpin,
@@ -208,6 +209,9 @@ class Session:
             value = int(done.result() or 0)
         except (CancelledError, LMCacheError, TimeoutError):
             value = 0
+        self._packet(ticket, value)
+
+    def _packet(self, ticket: int, value: int) -> None:
         try:
             self._packets.send(wire.encode_done(ticket, value))
         except OSError:
@@ -292,6 +296,18 @@ class Session:
         del self._stores[request.store]
         finished = self._client.finish_store(storing)
         return wire.Finished(finished.pages, self._ticket(finished.written))
+
+    def _end_store(self, request: wire.EndStore) -> None:
+        if request.ticket >= 0:
+            raise UsageError("a client's own tickets are negative numbers")
+        try:
+            storing = self._storing(request.store)
+            del self._stores[request.store]
+            written = self._client.finish_store(storing).written
+        except LMCacheError:
+            self._packet(request.ticket, 0)
+            raise
+        written.add_done_callback(lambda done: self._tell(request.ticket, done))
 
     def _drop_store(self, request: wire.DropStore) -> None:
         storing = self._storing(request.store)

@@ -121,6 +121,14 @@ class FinishStore(_Message, tag=9):
     store: int
 
 
+class EndStore(_Message, tag=27):
+    """A cast, of a client that has filled the rooms itself and so knows what is stored: as `FinishStore`. The ticket is
+    the client's own, a negative number."""
+
+    store: int
+    ticket: int
+
+
 class Prefetch(_Message, tag=10):
     """Answered by `Number`, a ticket; its value is the number of pages."""
 
@@ -389,9 +397,10 @@ Request: TypeAlias = (
     | AskClients
     | Freeze
     | Drain
+    | EndStore
 )
 Answer: TypeAlias = Welcome | Failed | Number | Boundary | Held | Grants | Rooms | Finished | Report | Clients
-CASTS = (Consume, Release, Filled, Count, DropStore)
+CASTS = (Consume, Release, Filled, Count, DropStore, EndStore)
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Request)

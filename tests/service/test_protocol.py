@@ -217,6 +217,7 @@ SAMPLES = [
     wire.Filled(2, 0),
     wire.FinishStore(2),
     wire.DropStore(2),
+    wire.EndStore(2, -1),
     wire.Prefetch(0, bytes(32), None, "cpu"),
     wire.Pin(0, bytes(32)),
     wire.Unpin(0, bytes(32)),

@@ -18,6 +18,7 @@ DIRECT_ONLY = {
     "test_a_closed_cache_says_so",
     "test_one_namespace_with_two_geometries_is_refused",
     "test_pinned_prompts_stay_until_unpinned",
+    "test_small_chunks_share_calls",
 }
 """Tests of what is different through a socket, which has tests of its own."""
 
