@@ -190,7 +190,8 @@ class Node:
         geometries = [self._geometry(namespace, group) for group in namespace.groups]
         with self.guard.turn, self.guard.mutex:
             index = self.guard.use()
-            return [index.add_space(namespace.space(n), geometry) for n, geometry in enumerate(geometries)]
+            spaces = {namespace.space(number): geometry for number, geometry in enumerate(geometries)}
+            return index.add_spaces(spaces, namespace.model_name or namespace.content.hex()[:16])
 
     def _geometry(self, namespace: Namespace, group: Group) -> Geometry:
         state = group.kind is GroupKind.STATE

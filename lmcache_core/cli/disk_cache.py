@@ -7,14 +7,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 from lmcache_core.errors import BackendError, LayoutError
 from lmcache_core.namespace import Namespace
 from lmcache_core.plugins import BACKENDS, load_backend
 from lmcache_core.protocols import Stored
 
-__all__ = ["Entry", "Inspected", "Shard", "Space", "can_be_inspected", "look", "namespaces", "the_one_named"]
+__all__ = [
+    "Entry",
+    "Inspected",
+    "Named",
+    "Shard",
+    "Space",
+    "can_be_inspected",
+    "look",
+    "namespaces",
+    "the_one_named",
+]
 
 
 class Entry(Protocol):
@@ -138,14 +148,40 @@ def _read(digest: bytes, manifest: bytes) -> Namespace | None:
     return namespace if digest in (namespace.space(number) for number in range(len(namespace.groups))) else None
 
 
-def the_one_named(prefix: str, found: Sequence[Space]) -> Space | None:
-    """The namespace whose digest of content, or of a group, starts with `prefix`; None if there is none.
+class Named(Protocol):
+    """A namespace that can be named."""
+
+    @property
+    def id(self) -> str:
+        """Hex digits that name it."""
+        ...
+
+    @property
+    def digests(self) -> Sequence[bytes]:
+        """What its chunks are stored under."""
+        ...
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """What is known of it."""
+        ...
+
+
+N = TypeVar("N", bound=Named)
+
+
+def the_one_named(name: str, found: Sequence[N]) -> N | None:
+    """The namespace of the model `name`, or whose digest of content, or of a group, starts with it; None if there is
+    none.
 
     Raises:
-        LayoutError: There are several.
+        LayoutError: There are several, or the name is empty.
     """
-    wanted = prefix.lower()
-    matching = [
+    if not name:
+        raise LayoutError("an empty text names no namespace; write a model's name or the first digits of a digest")
+    matching = [space for space in found if space.namespace is not None and space.namespace.model_name == name]
+    wanted = name.lower()
+    matching = matching or [
         space
         for space in found
         if space.id.startswith(wanted) or any(digest.hex().startswith(wanted) for digest in space.digests)
@@ -156,5 +192,5 @@ def the_one_named(prefix: str, found: Sequence[Space]) -> Space | None:
             names = ", ".join(ids)
         else:  # alike but for their encoding: what their chunks are stored under differs
             names = ", ".join(space.digests[0].hex()[:16] for space in matching)
-        raise LayoutError(f"{prefix!r} stands for {len(matching)} namespaces; write more digits of one of {names}")
+        raise LayoutError(f"{name!r} stands for {len(matching)} namespaces; write more digits of one of {names}")
     return matching[0] if matching else None

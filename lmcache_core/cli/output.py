@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import RenderableType
     from rich.progress import Progress
 
 __all__ = [
     "Column",
+    "Page",
     "accept_any_text",
     "add_json_option",
     "age",
@@ -79,12 +80,44 @@ def print_note(text: str) -> None:
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
     """Print rows for people; each cell is any text."""
-    cells = [[visible(cell) for cell in row] for row in rows]
+    cells = _visible_cells(rows)
     if is_terminal(sys.stdout):
-        _print_boxed(columns, cells)
+        from rich.console import Console  # only terminals need it
+
+        console = Console(file=sys.stdout)
+        console.print(_boxed(columns, cells, console.width))
         return
     for line in _aligned(columns, [[column.header for column in columns], *cells]):
         print(line)
+
+
+def _visible_cells(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [[visible(cell) for cell in row] for row in rows]
+
+
+class Page(NamedTuple):
+    """What is shown at a time: lines of text, and tables below them."""
+
+    lines: Sequence[str]
+    tables: Sequence[tuple[Sequence[Column], Sequence[Sequence[str]]]] = ()
+
+    def print(self) -> None:
+        """Print it once."""
+        for line in self.lines:
+            print(visible(line))
+        for columns, rows in self.tables:
+            print()
+            print_table(columns, rows)
+
+    def drawn(self, width: int) -> RenderableType:
+        """What a terminal of that width shows."""
+        from rich.console import Group
+        from rich.text import Text
+
+        parts: list[RenderableType] = [Text(visible(line)) for line in self.lines]
+        for columns, rows in self.tables:
+            parts += ["", _boxed(columns, _visible_cells(rows), width)]
+        return Group(*parts)
 
 
 def _aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -99,23 +132,20 @@ def _aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[s
     return lines
 
 
-def _print_boxed(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+def _boxed(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> RenderableType:
     from rich import box  # only terminals need it
     from rich.cells import cell_len
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(file=sys.stdout)
     words = [max(map(len, column.header.split())) for column in columns]
     cells = [max([cell_len(row[number]) for row in rows], default=0) for number in range(len(columns))]
     least = [max(word, min(cell, _PROSE)) for word, cell in zip(words, cells, strict=True)]
     gaps = 3 * (len(columns) - 1)
-    if rows and sum(least) + gaps > console.width:
-        _print_blocks(console, columns, rows)
-        return
+    if rows and sum(least) + gaps > width:
+        return _blocks(columns, rows)
     whole = [max(cell_len(column.header), cell) for column, cell in zip(columns, cells, strict=True)]
-    tight = sum(whole) + gaps > console.width
+    tight = sum(whole) + gaps > width
     table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, header_style="bold")
     for column, narrow, cell in zip(columns, least, cells, strict=True):
         table.add_column(
@@ -127,23 +157,26 @@ def _print_boxed(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> No
         )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+    return table
 
 
-def _print_blocks(console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+def _blocks(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> RenderableType:
     """Each row as lines of its own, for terminals that are too narrow for the table."""
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    for number, row in enumerate(rows):
-        if number:
-            console.print()
+    blocks: list[RenderableType] = []
+    for row in rows:
+        if blocks:
+            blocks.append("")
         block = Table.grid(padding=(0, 2))
         block.add_column(style="bold", no_wrap=True)
         block.add_column(overflow="fold")
         for column, cell in zip(columns, row, strict=True):
             block.add_row(column.header, Text(cell))
-        console.print(block)
+        blocks.append(block)
+    return Group(*blocks)
 
 
 def byte_progress() -> Progress:

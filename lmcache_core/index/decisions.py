@@ -19,6 +19,7 @@ class Refusal(enum.Enum):
     """Why a chunk is not stored. Values are the `reason` label of the drop counter."""
 
     POOL_FULL = "pool_full"
+    QUOTA = "quota"
     FROZEN = "frozen"
     NO_PARENT = "no_parent"
     QUEUE_FULL = "queue_full"
@@ -87,6 +88,8 @@ class StorePlan:
     """Pages that found no room."""
     keys: Sequence[bytes] = ()
     first_page: int = 0
+    tenant: str = ""
+    """Whose the chunks will be; the model's without one."""
     rest: deque[tuple[Space, int, int, int]] = field(default_factory=deque)
     """Chunks that have not been planned yet: the space and number of the group, the first page, and how many."""
 

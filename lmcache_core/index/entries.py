@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lmcache_core.errors import LayoutError
 from lmcache_core.frame import FrameShape, shape
 from lmcache_core.index.chains import Chains, Line, Table
+from lmcache_core.index.shares import Owner
 from lmcache_core.namespace import GroupKind
 from lmcache_core.protocols import ChunkKey
 
@@ -38,6 +39,7 @@ class Entry:
         "line",
         "load",
         "nbytes",
+        "owner",
         "pages",
         "parent",
         "pins",
@@ -47,8 +49,12 @@ class Entry:
         "writing",
     )
 
-    def __init__(self, space: Space, pages: tuple[bytes, ...], parent: bytes, nbytes: int) -> None:
+    def __init__(
+        self, space: Space, pages: tuple[bytes, ...], parent: bytes, nbytes: int, owner: Owner | None = None
+    ) -> None:
         self.space = space
+        self.owner = space.owner if owner is None else owner
+        """Who it counts for."""
         self.key = pages[-1]
         self.pages = pages
         self.parent = parent
@@ -118,6 +124,8 @@ class Space:
 
     def __init__(self, digest: bytes, geometry: Geometry | None = None) -> None:
         self.digest = digest
+        self.owner = Owner()
+        """Of chunks that no tenant has stored."""
         self.geometry = geometry
         """None for chunks found on a tier whose model nobody has named yet; they cannot be read, only evicted."""
         self.chunks: dict[bytes, Entry] = {}

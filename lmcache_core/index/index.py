@@ -6,9 +6,10 @@ Every method runs on the caller's thread under the node's one mutex. What has to
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from lmcache_core.counts import Counts
 from lmcache_core.errors import LayoutError, UsageError
@@ -30,6 +31,7 @@ from lmcache_core.index.finding import find
 from lmcache_core.index.loading import Loading
 from lmcache_core.index.policy import PolicyName
 from lmcache_core.index.residency import CPU
+from lmcache_core.index.shares import Owner, ShareRules
 from lmcache_core.index.tiers import TierRules
 from lmcache_core.namespace import GroupKind
 from lmcache_core.protocols import WriteResult
@@ -48,6 +50,8 @@ class Index(Loading):
         lease_timeout: Seconds until a lease ends by itself.
         clock: Monotonic seconds.
         counts: Where to count.
+        shares: What owners are due that are not like the others.
+        share_timeout: Seconds without use after which an owner's chunks are the first to go.
     """
 
     def __init__(
@@ -59,14 +63,17 @@ class Index(Loading):
         lease_timeout: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         counts: Counts | None = None,
+        shares: Sequence[ShareRules] = (),
+        share_timeout: float = math.inf,
     ) -> None:
-        super().__init__(pool, policy, tiers, Counts() if counts is None else counts)
+        super().__init__(pool, policy, tiers, Counts() if counts is None else counts, shares)
         self.spaces: dict[bytes, Space] = {}
         self.leases: OrderedDict[int, Lease] = OrderedDict()
         self.frozen = False
         """Nothing new is stored; what is there is served."""
         self._lease_timeout = lease_timeout
         self._clock = clock
+        self._share_timeout = share_timeout
         self._numbers = 0
         self._second_touch = 0
         for tier in self.tiers:
@@ -75,25 +82,53 @@ class Index(Loading):
 
     # Spaces
 
-    def add_space(self, digest: bytes, geometry: Geometry) -> Space:
-        """Register one group of a namespace; the same again is the same space.
+    def add_space(self, digest: bytes, geometry: Geometry, model: str = "") -> Space:
+        """`add_spaces` of one."""
+        return self.add_spaces({digest: geometry}, model)[0]
+
+    def add_spaces(self, geometries: Mapping[bytes, Geometry], model: str = "") -> list[Space]:
+        """Register the groups of a namespace, whose chunks count for `model`; the same again are the same spaces.
 
         Raises:
-            LayoutError: It was registered with other sizes, or its chunks are too large to be handled.
+            LayoutError: One was registered with other sizes, or its chunks are too large to be handled.
         """
-        shape(geometry.chunk_pages, geometry.shards, geometry.page_bytes)
-        space = self.spaces.setdefault(digest, Space(digest))
-        if space.geometry is None:
-            space.geometry = geometry
-            wrong = [e for e in space.chunks.values() if e.nbytes != space.form(len(e.pages)).nbytes]
-            self.remove(wrong, EVERYWHERE)
-            self.out += [Describe(tier.number, space) for tier in self.tiers if tier.up]
-        elif space.geometry != geometry:
-            raise LayoutError(
-                f"the namespace is in use with {space.geometry}, not {geometry}; all users of a node need the same "
-                "chunk_tokens and page_tokens"
-            )
-        return space
+        for digest, geometry in geometries.items():
+            shape(geometry.chunk_pages, geometry.shards, geometry.page_bytes)
+            known = self.spaces.get(digest)
+            if known is not None and known.geometry not in (None, geometry):
+                raise LayoutError(
+                    f"the namespace is in use with {known.geometry}, not {geometry}; all users of a node need the same "
+                    "chunk_tokens and page_tokens"
+                )
+        owner = self.owner("model", model)
+        spaces, new = [], set()
+        for digest, geometry in geometries.items():
+            space = self.spaces.setdefault(digest, Space(digest))
+            spaces.append(space)
+            if space.geometry is None:
+                new.add(space)
+                space.geometry = geometry
+                wrong = [e for e in space.chunks.values() if e.nbytes != space.form(len(e.pages)).nbytes]
+                self.remove(wrong, EVERYWHERE)
+                self.out += [Describe(tier.number, space) for tier in self.tiers if tier.up]
+        self._claim(new, owner)
+        return spaces
+
+    def _claim(self, spaces: Collection[Space], owner: Owner) -> None:
+        """What was found of `spaces` before they were registered counts for `owner`, in the order in which it was."""
+        found = self.owners.get(("unclaimed", ""))
+        for space in spaces:
+            space.owner = owner
+        if found is None or not spaces:
+            return
+        for tier in self.tiers:
+            for entry in [entry for entry in found.shares[tier.number + 1].order if entry.space in spaces]:
+                tier.policy.move(entry, owner)
+        for space in spaces:
+            for entry in space.chunks.values():
+                entry.owner = owner
+        if found.empty:
+            self._forget_owner(found)
 
     # Lookup
 
@@ -134,6 +169,7 @@ class Index(Loading):
         """Note a use of the chunks of a prompt, given from head to tail."""
         tiers = self.tiers
         for entry in reversed(entries):
+            entry.owner.used = True
             if entry.where & POOL:
                 self.policy.touch(entry)
             for tier in tiers:
@@ -150,6 +186,7 @@ class Index(Loading):
         first_page: int = 0,
         places: int = EVERYWHERE,
         most: int | None = None,
+        tenant: str = "",
     ) -> StorePlan:
         """Reserve room for what a prompt lacks. Every reservation must be committed or aborted.
 
@@ -161,8 +198,9 @@ class Index(Loading):
             places: Places to store in.
             most: Chunks to plan now; all by default. Go on with `plan_more` while there is a `rest`, and let others
                 have the mutex between the calls.
+            tenant: Whose the chunks will be; the model's without one.
         """
-        plan = StorePlan([], [], places, keys=keys, first_page=first_page)
+        plan = StorePlan([], [], places, keys=keys, first_page=first_page, tenant=tenant)
         if keys:
             for group, space in enumerate(spaces):
                 geometry = space.known
@@ -176,15 +214,18 @@ class Index(Loading):
     def plan_more(self, plan: StorePlan, most: int | None = None) -> None:
         """Reserve room for the next `most` chunks of a plan, all by default."""
         left = len(plan.rest) if most is None else min(most, len(plan.rest))
+        tenant = self.owner("tenant", plan.tenant) if plan.tenant else None
         try:
             for _ in range(left):
-                self._plan_chunk(plan, *plan.rest.popleft())
+                self._plan_chunk(plan, tenant, *plan.rest.popleft())
         except Exception:  # whatever went wrong, nothing stays reserved; an interrupt is beyond mending here
             for reservation in plan.reservations:
                 self.abort(reservation)
             raise
 
-    def _plan_chunk(self, plan: StorePlan, space: Space, group: int, first: int, pages: int) -> None:
+    def _plan_chunk(
+        self, plan: StorePlan, tenant: Owner | None, space: Space, group: int, first: int, pages: int
+    ) -> None:
         keys = plan.keys
         key = keys[first + pages - 1]
         entry = space.chunks.get(key)
@@ -208,14 +249,15 @@ class Index(Loading):
             self.counts.add("dropped_chunks", Refusal.NO_PARENT.value)
             return
         form = space.form(pages)
-        made = Entry(space, tuple(keys[first : first + pages]), keys[first - 1] if first else b"", form.nbytes)
+        owner = space.owner if tenant is None else tenant
+        owner.used = True
+        made = Entry(space, tuple(keys[first : first + pages]), keys[first - 1] if first else b"", form.nbytes, owner)
         if chained:
             space.chains.adopt(made)  # before room is made, so that the chunk it needs is not what makes it
-        slot = self.allocate(form)
+        slot = self.allocate(form, owner)
         if slot is None:
             space.chains.orphan(made)
             plan.dropped += pages
-            self.counts.add("dropped_chunks", Refusal.POOL_FULL.value)
             return
         space.staged[key] = made
         plan.reservations.append(Reservation(made, slot, group, first, set(range(geometry.shards))))
@@ -286,6 +328,7 @@ class Index(Loading):
             entry = reservation.entry
             entry.space.staged.pop(entry.key, None)
             entry.space.chains.orphan(entry)
+            self.policy.refund(entry)
             reservation.slot.release()
             self.counts.add("dropped_chunks", Refusal.ABORTED.value)
 
@@ -310,7 +353,8 @@ class Index(Loading):
                 self.remove([tail], places, label="superseded_chunks")
 
     def tick(self) -> None:
-        """Event: time has passed. Ends leases, passes on uses, keeps tiers within their capacity."""
+        """Event: time has passed. Ends leases, passes on uses, keeps tiers within their capacity and owners within
+        their quotas."""
         now = self._clock()
         while self.leases:
             lease = next(iter(self.leases.values()))
@@ -318,6 +362,12 @@ class Index(Loading):
                 break
             self.counts.add("expired_leases", "lease")
             self.release(lease)
+        for owner in list(self.owners.values()):
+            if owner.used:
+                owner.used, owner.since = False, now
+            owner.idle = now - owner.since > self._share_timeout
+            if owner.kind != "model" and (owner.idle or owner.kind == "unclaimed") and owner.empty:
+                self._forget_owner(owner)
         for tier in self.tiers:
             if tier.up and tier.touched:
                 self.out.append(Touch(tier.number, list(tier.touched)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lmcache_core.index.decisions import Delete, Describe, Load, Read, Refusal
+from lmcache_core.index.decisions import Delete, Describe, Load, Read
 from lmcache_core.index.entries import Entry, Space
 from lmcache_core.index.residency import Residency
 from lmcache_core.index.tiers import TierState
@@ -27,9 +27,8 @@ class Loading(Residency):
         tier = self._source(entry, self.readable)
         if tier is None:
             return None
-        slot = self.allocate(entry.form)
+        slot = self.allocate(entry.form, entry.owner)
         if slot is None:
-            self.counts.add("dropped_chunks", Refusal.POOL_FULL.value)
             return None
         entry.load = Load(entry, slot, tier.number)
         self.out.append(Read(entry.load))
@@ -65,14 +64,13 @@ class Loading(Residency):
                 load.tier = other.number
                 self.out.append(Read(load))
                 return False
-        entry.load = None
-        load.slot.release()
-        self.forget_if_gone(entry)
+        self.dropped(load)
         return True
 
     def dropped(self, load: Load) -> None:
         """Event: a read was not carried out, which says nothing about the chunk."""
         load.entry.load = None
+        self.policy.refund(load.entry)
         load.slot.release()
         self.forget_if_gone(load.entry)
 
@@ -94,6 +92,8 @@ class Loading(Residency):
             if not _plausible(stored):
                 continue
             space = self.spaces.setdefault(stored.key.space, Space(stored.key.space))
+            if space.geometry is None:
+                space.owner = self.owner("unclaimed", "")
             known = space.chunks.get(stored.key.page)
             if known is None:
                 geometry = space.geometry
@@ -105,7 +105,7 @@ class Loading(Residency):
                 if geometry is None or geometry.kind is GroupKind.FULL:
                     space.chains.adopt(known)
             if not (known.where | known.writing) & tier.bit:
-                tier.used += known.nbytes
+                tier.charge(known)
                 tier.gained(known)
 
     def tier_opened(self, tier: TierState) -> None:

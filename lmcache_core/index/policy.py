@@ -47,6 +47,10 @@ class Policy(Protocol):
 
     def __len__(self) -> int: ...
 
+    def __iter__(self) -> Iterator[Entry]:
+        """All entries, about in the order in which they should go."""
+        ...
+
 
 class Lru:
     """Least recently used first."""
@@ -103,6 +107,9 @@ class Lru:
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._order)
 
 
 class S3Fifo:
@@ -211,6 +218,10 @@ class S3Fifo:
 
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
+
+    def __iter__(self) -> Iterator[Entry]:
+        yield from self._small
+        yield from self._main
 
 
 def make_policy(name: PolicyName) -> Policy:

@@ -15,12 +15,11 @@ from lmcache_core.frame import FrameShape
 from lmcache_core.hostpool import HostPool, Slot
 from lmcache_core.index.decisions import Decision, Delete, Refusal, Write
 from lmcache_core.index.entries import POOL, Entry
-from lmcache_core.index.policy import Policy, PolicyName, make_policy
+from lmcache_core.index.policy import PolicyName
+from lmcache_core.index.shares import MOST_SKIPPED as MOST_SKIPPED
+from lmcache_core.index.shares import Owner, OwnerKind, ShareRules, Shares
 from lmcache_core.index.tiers import TierRules, TierState
 from lmcache_core.protocols import ChunkKey, WriteResult
-
-MOST_SKIPPED = 256
-"""Candidates that may be passed over in one search for room: a search must end soon even if everything is held."""
 
 MOST_PINNED = 4096
 """Pinned ones that may be passed over. They go behind the others, so that later searches don't meet them."""
@@ -35,9 +34,16 @@ CPU = "cpu"
 class Residency:
     """Chunks in the pool and on tiers. `out` collects decisions."""
 
-    def __init__(self, pool: HostPool, policy: PolicyName, rules: Sequence[TierRules], counts: Counts) -> None:
+    def __init__(
+        self,
+        pool: HostPool,
+        policy: PolicyName,
+        rules: Sequence[TierRules],
+        counts: Counts,
+        shares: Sequence[ShareRules] = (),
+    ) -> None:
         self.pool = pool
-        self.policy = make_policy(policy)
+        self.policy = Shares(0, policy)
         self.tiers = [TierState(number, each) for number, each in enumerate(rules)]
         self.counts = counts
         self.out: list[Decision] = []
@@ -46,25 +52,90 @@ class Residency:
         self.pinned: set[Entry] = set()
         self.writes: dict[Entry, list[Write]] = {}
         """Writes that have not ended."""
+        self.owners: dict[tuple[OwnerKind, str], Owner] = {}
+        self._share_rules = {(each.kind, each.name): each for each in shares}
         self._spilling = any(tier.rules.write == "evict" for tier in self.tiers)
+
+    # Owners
+
+    def owner(self, kind: OwnerKind, name: str) -> Owner:
+        """An owner by its name."""
+        owner = self.owners.get((kind, name))
+        if owner is None:
+            rules = self._share_rules.get((kind, name)) or ShareRules(kind, name)
+            owner = self.owners[kind, name] = Owner(kind, name, rules.weight)
+            self.policy.add_owner(owner, rules.quotas.get(CPU))
+            for tier in self.tiers:
+                tier.policy.add_owner(owner, rules.quotas.get(tier.rules.name))
+        return owner
+
+    def _forget_owner(self, owner: Owner) -> None:
+        del self.owners[owner.kind, owner.name]
+        for shares in (self.policy, *(tier.policy for tier in self.tiers)):
+            shares.remove_owner(owner)
+
+    def _pass_on(self, entry: Entry, owner: Owner) -> None:
+        """A chunk that would make room is needed by one of another owner, and counts for that one from now on, if it is
+        within its quotas."""
+        places: list[Shares] = []
+        if entry.slot is not None or entry.load is not None:
+            places.append(self.policy)
+        places += [tier.policy for tier in self.tiers if (entry.where | entry.writing) & tier.bit]
+        if all(owner.shares[shares.place].over(entry.nbytes) <= 0 for shares in places):
+            for shares in places:
+                shares.move(entry, owner)
+            entry.owner = owner
 
     # Host pool
 
-    def allocate(self, form: FrameShape) -> Slot | None:
-        """A slot, if need be in place of chunks that may go. None when there is no room at once; if that is because
-        what may go is not worth it, none goes."""
+    def allocate(self, form: FrameShape, owner: Owner) -> Slot | None:
+        """A slot for a chunk of `owner`, if need be in place of chunks that may go. None, which is counted, when there
+        is no room at once; if that is because what may go is not worth it, none goes."""
+        share = owner.shares[0]
+        nbytes = form.nbytes
+        if share.quota is not None and share.held + nbytes > share.quota and not self._shed(owner, nbytes):
+            self.counts.add("dropped_chunks", Refusal.QUOTA.value)
+            return None
         slot = self.pool.allocate(form)
-        if slot is not None or form.nbytes > self.pool.usable:
-            return slot
-        needed: int | None = None
+        if slot is None and nbytes <= self.pool.usable:
+            slot = self._allocate_in_place(form, owner)
+        if slot is None:
+            self.counts.add("dropped_chunks", Refusal.POOL_FULL.value)
+            return None
+        share.held += nbytes
+        return slot
+
+    def _shed(self, owner: Owner, more: int) -> bool:
+        """Have an owner's own chunks leave the pool until `more` bytes are within its quota."""
+        over = owner.shares[0].over(more)
         victims: list[Entry] = []
         unlinked: list[Entry] = []
         skipped = 0
-        for candidate in self.policy.candidates():
+        for candidate in owner.shares[0].order.candidates():
             entry = self._pool_victim(candidate)
             if entry is None:
                 skipped += 1
                 if skipped > MOST_SKIPPED:
+                    break
+                continue
+            self._set_aside(self.policy, POOL, entry, victims, unlinked)
+            over -= entry.nbytes
+            if over <= 0:
+                self._leave_for_others(victims)
+                return True
+        self._put_back(self.policy, victims, unlinked)
+        return False
+
+    def _allocate_in_place(self, form: FrameShape, owner: Owner) -> Slot | None:
+        needed: int | None = None
+        victims: list[Entry] = []
+        unlinked: list[Entry] = []
+        skipped, most = 0, MOST_SKIPPED * len(self.owners)
+        for candidate in self.policy.candidates(owner, form.nbytes):
+            entry = self._pool_victim(candidate)
+            if entry is None:
+                skipped += 1
+                if skipped > most:
                     break
                 continue
             if entry.nbytes < form.nbytes:
@@ -73,11 +144,10 @@ class Residency:
                 if needed > 0:
                     self._set_aside(self.policy, POOL, entry, victims, unlinked)
                     continue
-            victims.append(entry)
-            for victim in victims:
-                self.leave_pool(victim)
-            self.counts.add("evicted_chunks", CPU, len(victims))
+            self._leave_for_others(victims)
             victims.clear()
+            self.leave_pool(entry)
+            self.counts.add("evicted_chunks", CPU)
             slot = self.pool.allocate(form)
             if slot is not None:
                 return slot
@@ -85,20 +155,30 @@ class Residency:
             self._put_back(self.policy, victims, unlinked)
         return None
 
+    def _leave_for_others(self, victims: Sequence[Entry]) -> None:
+        for victim in victims:
+            victim.owner.shares[0].aside = 0
+            self.leave_pool(victim)
+            self.counts.add("evicted_chunks", CPU)
+
     @staticmethod
-    def _set_aside(policy: Policy, place: int, entry: Entry, victims: list[Entry], unlinked: list[Entry]) -> None:
+    def _set_aside(policy: Shares, place: int, entry: Entry, victims: list[Entry], unlinked: list[Entry]) -> None:
         """Choose a chunk to leave a place. It leaves the order of eviction, and no other counts as needed by it, so
         that the one in front of it can be chosen too."""
-        policy.discard(entry)
+        share = entry.owner.shares[policy.place]
+        share.order.discard(entry)
+        share.aside += entry.nbytes
         victims.append(entry)
         if entry.where == place and not entry.writing and entry.load is None and entry.space.chains.orphan(entry):
             unlinked.append(entry)
 
     @staticmethod
-    def _put_back(policy: Policy, victims: list[Entry], unlinked: list[Entry]) -> None:
+    def _put_back(policy: Shares, victims: list[Entry], unlinked: list[Entry]) -> None:
         """Undo `_set_aside`."""
         for entry in reversed(unlinked):
             entry.space.chains.adopt(entry)
+        for entry in victims:
+            entry.owner.shares[policy.place].aside = 0
         policy.put_back(victims)
 
     def enter_pool(self, entry: Entry, slot: Slot) -> None:
@@ -110,14 +190,16 @@ class Residency:
     def line_up(self, entry: Entry) -> None:
         """Let a chunk of the pool make room for others, last of all so far, unless it is pinned or has left."""
         if entry.where & POOL and not entry.pins:
-            self.policy.add(entry)
+            entry.owner.shares[0].order.add(entry)
 
     def leave_pool(self, entry: Entry) -> None:
         """End a chunk's residence; its room is free when nobody copies from it any more."""
         slot, entry.slot = entry.slot, None
         if slot is not None:
             entry.where &= ~POOL
-            self.policy.discard(entry)
+            share = entry.owner.shares[0]
+            share.order.discard(entry)
+            share.held -= entry.nbytes
             for tier in self.tiers:
                 if entry in tier.owed:
                     del tier.owed[entry]
@@ -131,7 +213,10 @@ class Residency:
         if not self._pool_may_drop(candidate):
             return None
         if not candidate.where & self.readable & ~POOL and candidate.key in candidate.space.chains:
-            candidate = candidate.space.chains.leaf(candidate)
+            front, candidate = candidate, candidate.space.chains.leaf(candidate)
+            if candidate.owner is not front.owner:
+                self._pass_on(front, candidate.owner)
+                return None
             if candidate.where & ~POOL or not self._pool_may_drop(candidate):
                 return None
         return None if self._spilling and self._spill(candidate) else candidate
@@ -173,8 +258,8 @@ class Residency:
             return None
         elif tier.pending and tier.pending + entry.nbytes > tier.rules.pending_limit:
             refusal = Refusal.QUEUE_FULL
-        elif not self._make_room(tier, tier.over(entry.nbytes), evict):
-            refusal = Refusal.TIER_FULL
+        else:
+            refusal = self._make_room(tier, tier.over(entry.nbytes), evict, entry)
         if refusal is Refusal.QUEUE_FULL and tier.rules.write == "through":
             tier.owed[entry] = None  # written when there is room in the queue, unless it has left the pool by then
             return refusal
@@ -184,7 +269,7 @@ class Residency:
         tier.owed.pop(entry, None)
         slot.acquire()
         entry.writing |= tier.bit
-        tier.used += entry.nbytes
+        tier.charge(entry)
         tier.pending += entry.nbytes
         write = Write(tier.number, entry, slot, evict, last_try, waiters=list(waiters))
         self.writes.setdefault(entry, []).append(write)
@@ -204,12 +289,12 @@ class Residency:
         if not under_way:
             del self.writes[entry]
         tier.pending -= entry.nbytes
-        tier.used -= entry.nbytes
+        tier.refund(entry)
         doomed = entry.doomed & tier.bit
         entry.doomed &= ~tier.bit
         told = True
         if result is WriteResult.STORED and not doomed and tier.up:
-            tier.used += entry.nbytes
+            tier.charge(entry)
             tier.gained(entry)
             self.counts.add("written_chunks", tier.rules.name)
             self.counts.add("written_bytes", tier.rules.name, entry.nbytes)
@@ -239,40 +324,53 @@ class Residency:
         entry = write.entry
         evict: list[ChunkKey] = []
         again = not write.last_try and entry.slot is write.slot and tier.up
-        if again and any(self._make_room(tier, times * entry.nbytes, evict) for times in (2, 1)):
+        if again and not all(self._make_room(tier, times * entry.nbytes, evict, entry) for times in (2, 1)):
             self.out.append(Delete(tier.number, evict))
             return self.write(tier, entry, waiters=write.waiters, last_try=True) is None
         self.counts.add("dropped_chunks", Refusal.TIER_FULL.value)
         return False
 
-    def _make_room(self, tier: TierState, needed: int, evicted: list[ChunkKey]) -> bool:
-        """Take chunks worth `needed` bytes off a tier's account; their keys are added to `evicted` for deletion. If it
-        cannot be had, none goes."""
-        if needed <= 0:
-            return True
-        victims = self._choose(tier, needed)
+    def _make_room(self, tier: TierState, needed: int, evicted: list[ChunkKey], new: Entry) -> Refusal | None:
+        """Take chunks worth `needed` bytes off a tier's account, and what else `new` needs so that its owner's quota is
+        kept; their keys are added to `evicted` for deletion. If it cannot be had, none goes; returns why."""
+        over = new.owner.shares[tier.number + 1].over(new.nbytes)
+        if needed <= 0 and over <= 0:
+            return None
+        victims = self._choose(tier, needed, over, new)
+        if isinstance(victims, Refusal):
+            return victims
         for entry in victims:
+            entry.owner.shares[tier.number + 1].aside = 0
             self._take_off(tier, entry, evicted)
-        return bool(victims)
+        return None
 
-    def _choose(self, tier: TierState, needed: int) -> list[Entry]:
-        """Chunks worth `needed` bytes that may go, set aside; none if there aren't enough."""
+    def _choose(self, tier: TierState, needed: int, over: int, new: Entry) -> list[Entry] | Refusal:
+        """Chunks worth `needed` bytes that may go, set aside, of which `over` are of the owner of `new`."""
         victims: list[Entry] = []
         unlinked: list[Entry] = []
-        if needed <= tier.used:  # else the chunk that asks is larger than the tier
-            for entry in self._victims(tier):
+        own = self._victims(tier, tier.candidates_of(new.owner)) if over > 0 else iter(())
+        for entry in own:
+            self._set_aside(tier.policy, tier.bit, entry, victims, unlinked)
+            over -= entry.nbytes
+            needed -= entry.nbytes
+            if over <= 0:
+                break
+        if over <= 0 and needed <= tier.used:  # else the chunk that asks is larger than the tier
+            if needed <= 0:
+                return victims
+            for entry in self._victims(tier, tier.candidates(new.owner, new.nbytes)):
                 self._set_aside(tier.policy, tier.bit, entry, victims, unlinked)
                 needed -= entry.nbytes
                 if needed <= 0:
                     return victims
         self._put_back(tier.policy, victims, unlinked)
-        return []
+        return Refusal.QUOTA if over > 0 else Refusal.TIER_FULL
 
-    def _victims(self, tier: TierState) -> Iterator[Entry]:
-        """Chunks that may leave a tier, in order. Each has left the order of eviction when it is given."""
+    def _victims(self, tier: TierState, candidates: Iterator[Entry]) -> Iterator[Entry]:
+        """Those of `candidates` that may leave a tier. Each has left the order of eviction when it is given."""
         skipped, pinned = 0, 0
         given: set[Entry] = set()
-        for candidate in tier.candidates():
+        for candidate in candidates:
             if candidate.pins:
                 tier.policy.defer(candidate)
                 pinned += 1
@@ -286,7 +384,7 @@ class Residency:
                 yield entry
                 continue
             skipped += 1
-            if skipped > MOST_SKIPPED:
+            if skipped > MOST_SKIPPED * len(self.owners):
                 return
 
     def _take_off(self, tier: TierState, entry: Entry, evicted: list[ChunkKey]) -> None:
@@ -299,7 +397,10 @@ class Residency:
         if not self._tier_may_drop(tier, candidate):
             return None
         if not candidate.where & ~tier.bit and candidate.key in candidate.space.chains:
-            candidate = candidate.space.chains.leaf(candidate)
+            front, candidate = candidate, candidate.space.chains.leaf(candidate)
+            if candidate.owner is not front.owner:
+                self._pass_on(front, candidate.owner)
+                return None
             if not candidate.where & tier.bit or not self._tier_may_drop(tier, candidate):
                 return None
         return candidate
@@ -310,11 +411,17 @@ class Residency:
         return not (read or entry.pins or (entry.leases and not entry.where & POOL))
 
     def shrink(self, tier: TierState) -> None:
-        """Delete what a tier holds above its capacity, which may have become smaller; the rest of much at the next
-        call."""
+        """Delete what a tier holds above its capacity, which may have become smaller, and above the quotas of owners,
+        whose chunks it may have been found to hold; the rest of much at the next call."""
         evict: list[ChunkKey] = []
+        for share in tier.policy.shares:
+            if share.over(0) > 0:
+                for entry in islice(self._victims(tier, tier.candidates_of(share.owner)), MOST_SHED):
+                    self._take_off(tier, entry, evict)
+                    if share.over(0) <= 0:
+                        break
         if tier.over(0) > 0:
-            for entry in islice(self._victims(tier), MOST_SHED):
+            for entry in islice(self._victims(tier, tier.candidates()), MOST_SHED):
                 self._take_off(tier, entry, evict)
                 if tier.over(0) <= 0:
                     break

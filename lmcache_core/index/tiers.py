@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lmcache_core.index.entries import Entry, tier_bit
-from lmcache_core.index.policy import PolicyName, make_policy
+from lmcache_core.index.policy import PolicyName
+from lmcache_core.index.shares import Owner, Shares
 from lmcache_core.protocols import ChunkKey
 
 WriteMode = Literal["through", "evict", "never"]
@@ -58,7 +59,7 @@ class TierState:
         """Bytes of slots that wait to be written or are."""
         self.owed: OrderedDict[Entry, None] = OrderedDict()
         """Chunks of the pool that shall be written once less is pending, in order."""
-        self.policy = make_policy(rules.policy)
+        self.policy = Shares(number + 1, rules.policy)
         self.touched: OrderedDict[ChunkKey, None] = OrderedDict()
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
@@ -92,13 +93,27 @@ class TierState:
         """Note that a chunk can be read from here no longer."""
         if entry.where & self.bit:
             entry.where &= ~self.bit
-            self.used -= entry.nbytes
+            self.refund(entry)
             self.policy.discard(entry)
+
+    def charge(self, entry: Entry) -> None:
+        """Count the bytes of a chunk that is here or is being written."""
+        self.used += entry.nbytes
+        self.policy.charge(entry)
+
+    def refund(self, entry: Entry) -> None:
+        """Undo `charge`."""
+        self.used -= entry.nbytes
+        self.policy.refund(entry)
 
     def over(self, more: int) -> int:
         """Bytes that must go before `more` fit; 0 or less when they do."""
         return 0 if self.capacity is None else self.used + more - self.capacity
 
-    def candidates(self) -> Iterator[Entry]:
-        """Chunks in the order in which they should make room."""
-        return self.policy.candidates() if self.rules.evictable else iter(())
+    def candidates(self, asking: Owner | None = None, more: int = 0) -> Iterator[Entry]:
+        """Chunks in the order in which they should make room for `more` bytes of `asking`."""
+        return self.policy.candidates(asking, more) if self.rules.evictable else iter(())
+
+    def candidates_of(self, owner: Owner) -> Iterator[Entry]:
+        """Chunks of one owner in the order in which they should make room."""
+        return owner.shares[self.number + 1].order.candidates() if self.rules.evictable else iter(())

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from lmcache_core.index import POOL, Geometry, TierRules, tier_bit
+from lmcache_core.index import POOL, Entry, Geometry, TierRules, tier_bit
 from lmcache_core.index.decisions import Delete, Refusal, Write
 from lmcache_core.index.policy import PolicyName
 from lmcache_core.namespace import GroupKind
@@ -98,7 +98,8 @@ def test_room_is_made_wholly_or_nothing_goes(
     used, before, order = tier.used, on_disk(world), _peek(world, policy)
     children = {entry.key for entry in mine if entry.key in world.spaces[0].chains}
     evicted: list[object] = []
-    made = world.index._make_room(tier, needed * size, evicted)  # type: ignore[arg-type]
+    new = Entry(world.spaces[0], (b"n" * 32,), b"", size)
+    made = not world.index._make_room(tier, needed * size, evicted, new)  # type: ignore[arg-type]
     if made:
         assert used - tier.used >= needed * size
         assert used - tier.used < (needed + 1) * size, "more went than had to"
@@ -122,7 +123,7 @@ def test_room_is_made_wholly_or_nothing_goes(
 
 
 def _peek(world: World, policy: PolicyName) -> list[object]:
-    order = world.index.tiers[0].policy
+    order = world.spaces[0].owner.shares[1].order
     if policy == "lru":
         return list(order._order)  # type: ignore[attr-defined]
     return [*order._small, *order._main]  # type: ignore[attr-defined]

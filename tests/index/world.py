@@ -6,6 +6,7 @@ Every chunk has bytes that follow from its key, so that wrong bytes show whereve
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from lmcache_core.frame import FrameShape
@@ -18,11 +19,13 @@ from lmcache_core.index.decisions import (
     Found,
     Load,
     Read,
+    Refusal,
     Reservation,
     StorePlan,
     Touch,
     Write,
 )
+from lmcache_core.index.shares import Owner, ShareRules, Shares
 from lmcache_core.index.tiers import TierState
 from lmcache_core.namespace import GroupKind
 from lmcache_core.protocols import ChunkKey, ReadResult, Stored, WriteResult
@@ -89,10 +92,10 @@ class WatchedIndex(Index):
         assert entry.where & ~bit or entry.writing or entry.key not in entry.space.chains, "others need the last copy"
         assert entry.load is None or entry.load.late or entry.load.tier != bit.bit_length() - 2
 
-    def allocate(self, form: FrameShape) -> Slot | None:
+    def allocate(self, form: FrameShape, owner: Owner) -> Slot | None:
         self.evicting = True
         try:
-            return super().allocate(form)
+            return super().allocate(form, owner)
         finally:
             self.evicting = False
 
@@ -102,10 +105,10 @@ class WatchedIndex(Index):
             assert entry.slot.references == 1
         super().leave_pool(entry)
 
-    def _make_room(self, tier: TierState, needed: int, evicted: list[ChunkKey]) -> bool:
+    def _make_room(self, tier: TierState, needed: int, evicted: list[ChunkKey], new: Entry) -> Refusal | None:
         before, self.evicting = self.evicting, True
         try:
-            return super()._make_room(tier, needed, evicted)
+            return super()._make_room(tier, needed, evicted, new)
         finally:
             self.evicting = before
 
@@ -121,6 +124,8 @@ class World:
         policy: str = "lru",
         kinds: Sequence[Geometry] | None = None,
         lease_timeout: float = 30.0,
+        shares: Sequence[ShareRules] = (),
+        share_timeout: float = math.inf,
     ) -> None:
         geometry = Geometry(GroupKind.FULL, PAGE, 1, CHUNK_PAGES)
         self.now = 0.0
@@ -133,6 +138,8 @@ class World:
             policy="lru" if policy == "lru" else "s3fifo",
             lease_timeout=lease_timeout,
             clock=lambda: self.now,
+            shares=shares,
+            share_timeout=share_timeout,
         )
         self.index.watch()
         self.spaces = [
@@ -260,6 +267,16 @@ class World:
 
     # What must hold
 
+    @staticmethod
+    def check_shares(shares: Shares, held: list[Entry], may_leave: list[Entry]) -> None:
+        """Each owner's bytes and order are those of its chunks, within its quota."""
+        for share in shares.shares:
+            assert share.held == sum(entry.nbytes for entry in held if entry.owner is share.owner)
+            assert share.over(0) <= 0
+            assert set(share.order) <= {entry for entry in may_leave if entry.owner is share.owner}
+            assert not share.aside
+        assert {entry.owner for entry in held} <= {share.owner for share in shares.shares}
+
     def entries(self) -> list[Entry]:
         found = {entry for space in self.spaces for entry in space.chunks.values()}
         return [*found, *(entry for space in self.spaces for entry in space.staged.values())]
@@ -283,6 +300,10 @@ class World:
             assert len(tier.policy) == len(mine)
             if tier.capacity is not None:
                 assert tier.used <= tier.capacity
+            self.check_shares(tier.policy, [*mine, *(w.entry for w in writes)], mine)
+        pooled = [e for e in entries if e.slot is not None]
+        staged = [e for space in self.spaces for e in space.staged.values()]
+        self.check_shares(self.index.policy, [*pooled, *staged, *(load.entry for load in loads)], pooled)
         for entry in entries:
             self.check(entry)
             assert entry.leases >= 0

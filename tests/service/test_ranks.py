@@ -102,6 +102,7 @@ def test_a_rank_that_dies_leaves_no_half_chunk(engine: Engine, node: Node) -> No
     engine.fill(0, joined[0], 0)
     engine.fill(1, joined[1], 0)
     engine.fill(0, joined[0], 1)
+    until(lambda: engine.pages() == 4)
     engine.ranks[1].close()
     assert engine.ranks[0].finish_store(joined[0]).pages == 4
     assert engine.scheduler.finish_store(storing).pages == 4
