@@ -169,9 +169,10 @@ class Index(Loading):
         """Note a use of the chunks of a prompt, given from head to tail."""
         tiers = self.tiers
         for entry in reversed(entries):
-            entry.owner.used = True
+            owner = entry.owner
+            owner.used = True
             if entry.where & POOL:
-                self.policy.touch(entry)
+                owner.shares[0].order.touch(entry)
             for tier in tiers:
                 if entry.where & tier.bit:
                     tier.used_now(entry)

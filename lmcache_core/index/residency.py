@@ -16,8 +16,7 @@ from lmcache_core.hostpool import HostPool, Slot
 from lmcache_core.index.decisions import Decision, Delete, Refusal, Write
 from lmcache_core.index.entries import POOL, Entry
 from lmcache_core.index.policy import PolicyName
-from lmcache_core.index.shares import MOST_SKIPPED as MOST_SKIPPED
-from lmcache_core.index.shares import Owner, OwnerKind, ShareRules, Shares
+from lmcache_core.index.shares import MOST_SKIPPED, Owner, OwnerKind, ShareRules, Shares
 from lmcache_core.index.tiers import TierRules, TierState
 from lmcache_core.protocols import ChunkKey, WriteResult
 
@@ -144,8 +143,9 @@ class Residency:
                 if needed > 0:
                     self._set_aside(self.policy, POOL, entry, victims, unlinked)
                     continue
-            self._leave_for_others(victims)
-            victims.clear()
+            if victims:
+                self._leave_for_others(victims)
+                victims.clear()
             self.leave_pool(entry)
             self.counts.add("evicted_chunks", CPU)
             slot = self.pool.allocate(form)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from lmcache_core.index import POOL, Entry, TierRules, tier_bit
 from lmcache_core.index.decisions import Delete, Lease, Load, Read, Touch, Write
 from lmcache_core.index.policy import Lru, PolicyName, S3Fifo
-from lmcache_core.index.residency import MOST_SKIPPED
+from lmcache_core.index.shares import MOST_SKIPPED
 from lmcache_core.protocols import ChunkKey, ReadResult, Stored, WriteResult
 from tests.index.world import World, content, fill, prompt
 
