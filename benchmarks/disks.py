@@ -19,7 +19,7 @@ from lmcache_core.direct import DirectClient
 __all__ = ["ROWS", "disk", "scratch"]
 
 THREADS = 4
-"""As the tier's default."""
+"""As the backend has by default."""
 ROWS = ["disk.write", "disk.read", "disk.write.slots", "disk.prefetch"]
 KEPT = 1.5
 """Prompts on the tier: a store finds it full and replaces what is oldest, as it is after a day."""
@@ -48,7 +48,7 @@ def disk(scale: Scale) -> Iterator[Row]:
     with scratch(scale.directory) as directory:
         capacity = int(KEPT * scale.chunks) * engine.frame_bytes
         tier = {"backend": "disk", "path": str(directory / "tier"), "capacity": capacity, "direct": "always"}
-        tier |= {"segment": capacity, "threads": THREADS, "concurrency": THREADS, "min_free": 0}
+        tier |= {"segment": capacity, "threads": THREADS, "min_free": 0}
         with (
             opened(engine.namespace, 2 * scale.chunks * engine.frame_bytes, (tier,)) as cache,
             RawFile(directory / "raw", engine.frame_bytes, scale.chunks, _pool(cache)) as raw,

@@ -73,7 +73,7 @@ class TierConfig(_Section, frozen=True, forbid_unknown_fields=True):
     """Deadline of one load. Afterwards the chunk is a miss and is computed."""
     write_timeout: Duration = 30.0
     """Deadline of one store. Afterwards the chunk counts as not stored."""
-    concurrency: Count = 4
+    concurrency: Count = 8
     """Operations under way at once."""
     breaker: BreakerConfig = BreakerConfig()
     """When the tier is left alone after failures."""
