@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from lmcache_core.cli.clear_node import clear_node, holdings, node_of_process, tier_of_path
 from lmcache_core.cli.disk_cache import Inspected, Shard, Space, can_be_inspected, look, namespaces, the_one_named
 from lmcache_core.cli.loading import load_usable
 from lmcache_core.cli.output import add_json_option, print_json, print_note, visible
-from lmcache_core.errors import LMCacheError
+from lmcache_core.cli.running import connected
+from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.plugins import load_backend
 from lmcache_core.protocols import Scannable, StorageBackend
+from lmcache_core.service.remote import RemoteClient
 from lmcache_core.units import format_size
 
 _BATCH = 256
@@ -47,10 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See the package."""
     parser.add_argument("path", metavar="PATH", nargs="?", help="the `path` of a disk tier")
     parser.add_argument("--config", metavar="FILE", help="clear every tier of this configuration instead")
+    parser.add_argument("--socket", metavar="PATH", help="clear the node at this socket instead, memory too")
+    parser.add_argument(
+        "--tier", metavar="TIER", action="append", help="only this tier; may be given more than once; not with PATH"
+    )
     parser.add_argument(
         "--namespace",
-        metavar="HEX",
-        help="only chunks of this namespace: the first digits of what `lmcache-core inspect` prints",
+        metavar="NAME",
+        help="only chunks of this namespace: its model's name, or the first digits of what `lmcache-core inspect` "
+        "or `lmcache-core status` prints",
     )
     parser.add_argument("--yes", action="store_true", help="do not ask")
     add_json_option(parser)
@@ -59,12 +67,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Delete chunks. The exit code is 1 if a tier could not be cleared, or if the answer was no."""
-    if (arguments.path is None) == (arguments.config is None):
-        arguments.usage_error("name either PATH or --config FILE")
+    named = [each for each in (arguments.path, arguments.config, arguments.socket) if each is not None]
+    if len(named) != 1:
+        arguments.usage_error("name either PATH or --config FILE, or --socket PATH for a node at work")
+    if arguments.path is not None and arguments.tier is not None:
+        arguments.usage_error("PATH is of one tier; --tier goes with --config or --socket")
     if not arguments.yes and not sys.stdin.isatty():
         arguments.usage_error("nobody can be asked here; add --yes")
-    targets = [_path(arguments.path)] if arguments.config is None else _tiers(arguments.config)
+    if arguments.socket is not None:
+        with connected(arguments) as (client, _):
+            return _clear_node(arguments, client, arguments.tier)
+    targets = [_path(arguments.path)] if arguments.config is None else _tiers(arguments.config, arguments.tier)
     seen = {target.name: [look(path) for path in target.paths if path.is_dir()] for target in targets}
+    owners = {_process(shard) for found in seen.values() for each in found for shard in each.shards if shard.locked}
+    if owners:
+        with node_of_process(arguments, owners) as node:
+            if node is not None:
+                return _clear_node(arguments, node, _places(arguments, node, targets))
     for target in targets:
         _refuse_if_in_use(target, seen[target.name])
     wanted = None
@@ -81,6 +100,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(outcome.problem for outcome in outcomes) else 0
 
 
+def _places(arguments: argparse.Namespace, node: RemoteClient, targets: Sequence[_Target]) -> list[str] | None:
+    if arguments.path is not None:
+        return [tier_of_path(node, targets[0].paths[0], None)]
+    return ["cpu", *(target.name for target in targets)] if arguments.tier is None else list(arguments.tier)
+
+
+def _clear_node(arguments: argparse.Namespace, node: RemoteClient, tiers: Sequence[str] | None) -> int:
+    known, shares = holdings(node, arguments.namespace, tiers)
+    if not arguments.yes:
+        told = [(share.tier, None if share.chunks is None else share.chunks, share.nbytes) for share in shares]
+        print_note(f"the node at {node.path}:")
+        if not _agreed(told):
+            return 1
+    cleared = clear_node(node, known, shares)
+    _tell([_Outcome(share.tier, share.chunks or 0, share.nbytes, None) for share in cleared], as_json=arguments.json)
+    return 0
+
+
 def _path(text: str) -> _Target:
     path = Path(text).absolute()
     if not path.is_dir():
@@ -91,9 +128,15 @@ def _path(text: str) -> _Target:
     return _Target(str(path), "disk", options, [path])
 
 
-def _tiers(file: str) -> list[_Target]:
+def _tiers(file: str, only: Sequence[str] | None) -> list[_Target]:
     targets = []
-    for tier in load_usable(file).config.tiers:
+    tiers = load_usable(file).config.tiers
+    if unknown := [name for name in only or () if name not in [tier.name for tier in tiers]]:
+        names = ", ".join(tier.name for tier in tiers)
+        raise ConfigError(f"there is no tier {unknown[0]!r}; {file} has {names or 'none'}")
+    for tier in tiers:
+        if only is not None and tier.name not in only:
+            continue
         paths = [Path(path) for path in tier.options.paths()] if can_be_inspected(tier.backend) else []
         targets.append(_Target(tier.name, tier.backend, tier.options, paths, tier.write == "never"))
     return targets
@@ -111,10 +154,14 @@ def _refuse_if_in_use(target: _Target, found: Sequence[Inspected]) -> None:
 
 
 def _in_use(name: str, shard: Shard) -> LMCacheError:
-    process = shard.owner.partition("-")[0] or "unknown"
     return LMCacheError(
-        f"{name} is in use by process {process} (shard {shard.name}); stop that process, or clear the cache from it"
+        f"{name} is in use by process {_process(shard)} (shard {shard.name}); stop that process, or clear the cache "
+        "from it (a node with a socket: lmcache-core clear --socket PATH)"
     )
+
+
+def _process(shard: Shard) -> str:
+    return shard.owner.partition("-")[0] or "unknown"
 
 
 def _namespace(prefix: str, found: Sequence[Inspected]) -> Space:
@@ -127,11 +174,20 @@ def _namespace(prefix: str, found: Sequence[Inspected]) -> Space:
 
 
 def _confirmed(targets: Sequence[_Target], seen: dict[str, list[Inspected]], wanted: Space | None) -> bool:
+    told: list[tuple[str, int | None, int | None]] = []
     for target in targets:
         stored = namespaces(seen[target.name]) if wanted is None else [wanted]
         chunks, nbytes = sum(each.chunks for each in stored), sum(each.nbytes for each in stored)
-        known = f": {chunks} chunks, {format_size(nbytes)}" if target.paths else ""
-        print_note(f"{target.name}{known}")
+        told.append((target.name, chunks, nbytes) if target.paths else (target.name, None, None))
+    return _agreed(told)
+
+
+def _agreed(told: Sequence[tuple[str, int | None, int | None]]) -> bool:
+    """Whether somebody says yes to deleting so many chunks of so many bytes, by tier."""
+    for name, chunks, nbytes in told:
+        known = [] if chunks is None else [f"{chunks} chunks"]
+        known += [] if nbytes is None else [format_size(nbytes)]
+        print_note(f"{name}: {', '.join(known)}" if known else name)
     print("Delete them? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

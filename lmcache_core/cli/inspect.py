@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(_plain(arguments.path, inspected, damage, chunks=arguments.chunks))
     elif inspected.shards:
         _print(inspected, damage, chunks=arguments.chunks)
+        _name_owners(inspected)
     if not inspected.shards:
         print_note(
             f"{path}: no cache of this user; name the `path` of a disk tier, and be the user that its engine runs as"
@@ -53,6 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     logs_damaged = arguments.verify and any(shard.damaged for shard in inspected.shards)
     return 1 if damage or logs_damaged else 0
+
+
+def _name_owners(inspected: Inspected) -> None:
+    owners = sorted({_process(shard) or "unknown" for shard in inspected.shards if shard.locked})
+    if owners:
+        print_note(
+            f"in use by process {', '.join(owners)}; what it holds now, memory included, and who uses it: "
+            "lmcache-core status"
+        )
 
 
 def _verify(path: Path, inspected: Inspected) -> list[Damage]:

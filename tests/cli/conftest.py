@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from lmcache_core import Cache
 from lmcache_core.cli import main
+from lmcache_core.config import Config
 from lmcache_core.plugins import load_backend
+from lmcache_core.service.remote import RemoteClient
+from tests.cli.kv import View, make_namespace, settings
+from tests.service.kit import serving
 
 Run = Callable[..., "Ran"]
 
@@ -49,3 +55,46 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.chdir(tmp_path)
     yield
     load_backend.cache_clear()
+
+
+class AtWork(NamedTuple):
+    """A node at work, and where its disk tier `disk` is."""
+
+    socket: Path
+    disk: Path
+    pid: int
+
+    def engine(self, model: str = "model-a", **settings: Any) -> Cache:
+        """What an engine has of it."""
+        client = RemoteClient(str(self.socket), Config(call_timeout=10.0), "engine")
+        return Cache(client, make_namespace(model), **settings)
+
+    def fill(self, *prompts: list[int], model: str = "model-a") -> None:
+        """Leave the KV of prompts with it, as an engine that has ended would."""
+        with self.engine(model) as cache:
+            for number, tokens in enumerate(prompts):
+                assert cache.store(tokens, View(len(tokens), seed=number)).wait(10)
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[AtWork]:
+    """`lmcache-core serve`."""
+    config = settings(tmp_path / "disk", cpu="4MiB")
+    with serving(tmp_path, **config) as (process, path):
+        yield AtWork(path, tmp_path / "disk", process.process.pid)
+
+
+@pytest.fixture
+def embedded(tmp_path: Path) -> Iterator[AtWork]:
+    """The socket of an engine's own node."""
+    path = tmp_path / "engine.sock"
+    config = settings(tmp_path / "disk", cpu="4MiB", socket=str(path))
+    with Cache.open(config, make_namespace("model-a")):
+        yield AtWork(path, tmp_path / "disk", os.getpid())
+
+
+@pytest.fixture(params=["process", "embedded"])
+def node(request: pytest.FixtureRequest) -> AtWork:
+    """Each kind of node."""
+    at_work: AtWork = request.getfixturevalue(request.param)
+    return at_work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import struct
 import zlib
@@ -87,13 +88,29 @@ def test_a_namespace_that_is_not_there(run: Run, path: Path) -> None:
 
 
 def test_a_prefix_of_two_namespaces(run: Run, path: Path) -> None:
-    refused = run("clear", path, "--namespace", "", "--yes")
+    first = make_namespace("model-a").content.hex()[:2]
+    numbers = (number for number in itertools.count() if make_namespace(str(number)).content.hex()[:2] == first)
+    fill(path, [prompt_of(1, 1)], other := str(next(numbers)))
+    refused = run("clear", path, "--namespace", first, "--yes")
     assert refused.code == 1
-    assert "'' stands for 2 namespaces; write more digits of one of" in refused.err
-    for model in ("model-a", "model-b"):
+    assert f"'{first}' stands for 2 namespaces; write more digits of one of" in refused.err
+    for model in ("model-a", other):
         listed = make_namespace(model).content.hex()[:16]
         assert listed in refused.err
         assert listed in run("inspect", path).out
+    assert chunks(path) == 7
+
+
+def test_one_namespace_by_the_name_of_its_model(run: Run, path: Path) -> None:
+    assert run("clear", path, "--namespace", "model-b", "--yes", "--json").json["chunks"] == 2
+    assert found(path, "model-a", prompt_of(1, 3)) == 48
+
+
+def test_an_empty_name_is_no_namespace(run: Run, path: Path) -> None:
+    """What a shell makes of a variable that is not set."""
+    refused = run("clear", path, "--namespace", "", "--yes")
+    assert (refused.code, refused.out) == (1, "")
+    assert "an empty text names no namespace" in refused.err
     assert chunks(path) == 6
 
 
@@ -104,7 +121,7 @@ def test_a_live_owner_is_named_and_left_alone(run: Run, path: Path) -> None:
         assert (refused.code, refused.out) == (1, "")
         assert refused.err == (
             f"lmcache-core: error: {path} is in use by process {os.getpid()} (shard {shard.name}); "
-            "stop that process, or clear the cache from it\n"
+            "stop that process, or clear the cache from it (a node with a socket: lmcache-core clear --socket PATH)\n"
         )
         assert cache.lookup(prompt_of(1, 3)).tokens == 48
         assert [each.name for each in inspect_path(path).shards] == [shard.name]
@@ -188,7 +205,7 @@ def test_a_path_that_is_not_there(run: Run, tmp_path: Path) -> None:
 def test_a_path_or_a_configuration_and_not_both(run: Run, words: list[str]) -> None:
     refused = run("clear", *words, "--yes")
     assert refused.code == 2
-    assert refused.err.endswith("error: name either PATH or --config FILE\n")
+    assert refused.err.endswith("error: name either PATH or --config FILE, or --socket PATH for a node at work\n")
 
 
 def write_config(tmp_path: Path, *tiers: dict[str, Any]) -> Path:

@@ -1,0 +1,91 @@
+"""What `lmcache-core clear` asks of a node at work: it deletes from its own tiers, also while engines use it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from lmcache_core.cli.disk_cache import can_be_inspected
+from lmcache_core.cli.running import Known, connected, namespaces_of, registered, the_namespace
+from lmcache_core.config import load_config
+from lmcache_core.errors import ConfigError, LMCacheError
+from lmcache_core.service.remote import RemoteClient
+
+__all__ = ["Share", "clear_node", "holdings", "node_of_process", "tier_of_path"]
+
+FLUSH_TIMEOUT = 30.0
+
+
+class Share(NamedTuple):
+    """What a node holds on one tier."""
+
+    tier: str
+    chunks: int | None
+    """None where the node does not tell."""
+    nbytes: int
+
+
+@contextmanager
+def node_of_process(arguments: argparse.Namespace, pids: set[str]) -> Iterator[RemoteClient | None]:
+    """The node whose socket the configuration names, if one of these processes is it and no other has a share."""
+    try:
+        with connected(arguments, must=False) as (client, _):
+            yield client if client.node_pid and {str(client.node_pid)} == pids else None
+    except ConfigError:  # of what the environment names; the command does not need it
+        yield None
+
+
+def tier_of_path(client: RemoteClient, path: Path, config: str | None) -> str:
+    """The name that a node has for the disk tier at `path`.
+
+    Raises:
+        LMCacheError: Nobody can tell.
+    """
+    loaded = load_config(None if config is None else Path(config)).config
+    for tier in loaded.tiers:
+        if can_be_inspected(tier.backend) and any(Path(each).absolute() == path for each in tier.options.paths()):
+            return tier.name
+    disks = [tier.name for tier in client.stats().tiers if can_be_inspected(tier.backend)]
+    if len(disks) != 1:
+        raise LMCacheError(
+            f"{path} is in use by the node at {client.path}, which has the tiers {', '.join(disks) or 'none'}; say "
+            f"which one: lmcache-core clear --socket {client.path} --tier TIER"
+        )
+    return disks[0]
+
+
+def holdings(client: RemoteClient, name: str | None, tiers: Sequence[str] | None) -> tuple[Known | None, list[Share]]:
+    """What a clear would delete: the namespace, if one is named, and what is held by tier.
+
+    Raises:
+        LMCacheError: There is no such namespace, or no such tier.
+    """
+    stats = client.stats()
+    known = None if name is None else the_namespace(client, name)
+    if known is not None:
+        registered(known)
+    chunks = {"cpu": stats.chunks} | {tier.name: tier.chunks for tier in stats.tiers}
+    if unknown := [tier for tier in tiers or () if tier not in chunks]:
+        raise ConfigError(f"there is no tier {unknown[0]!r}; this node has {', '.join(chunks)}")
+    held = namespaces_of(client.spaces()) if known is None else [known]
+    return known, [
+        Share(tier, number if known is None else None, sum(each.nbytes.get(tier, 0) for each in held))
+        for tier, number in chunks.items()
+        if tiers is None or tier in tiers
+    ]
+
+
+def clear_node(client: RemoteClient, known: Known | None, shares: Sequence[Share]) -> list[Share]:
+    """Delete them, pinned and leased ones too. Returns how much was there, by tier.
+
+    Raises:
+        LMCacheError: The node has gone.
+    """
+    model = None if known is None else client.register(registered(known))
+    # Tiers first: a chunk that is in memory alone is not written to them in between.
+    cleared = [Share(each.tier, client.clear(model, [each.tier]), each.nbytes) for each in reversed(shares)]
+    client.flush(FLUSH_TIMEOUT)
+    return cleared[::-1]

@@ -1,0 +1,57 @@
+"""`lmcache-core prefetch`"""
+
+from __future__ import annotations
+
+import argparse
+from concurrent.futures import CancelledError
+
+from lmcache_core.cli.output import add_json_option, print_json, visible
+from lmcache_core.cli.prompts import add_prompt_options, at_node
+from lmcache_core.cli.running import not_there
+from lmcache_core.errors import ConfigError
+from lmcache_core.units import parse_duration
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See the package."""
+    add_prompt_options(parser)
+    parser.add_argument(
+        "--to", metavar="TIER", default="cpu", help="where to bring it, `cpu` for memory (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--from",
+        metavar="TIER",
+        action="append",
+        dest="source",
+        help="only from this tier; may be given more than once; any by default",
+    )
+    parser.add_argument(
+        "--timeout", metavar="TIME", default="30s", help="how long to wait for it (default: %(default)s)"
+    )
+    add_json_option(parser)
+    parser.set_defaults(run=run, usage_error=parser.error)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Bring what can be restored of a prompt to a tier. The exit code is 1 if that takes longer than the timeout."""
+    try:
+        limit = parse_duration(arguments.timeout)
+    except ConfigError as error:
+        arguments.usage_error(f"--timeout: {error}")
+    with at_node(arguments) as at:
+        model = at.client.register(at.cache.namespace)
+        future = at.client.prefetch(model, at.prompt.keys, arguments.source, arguments.to)
+        try:
+            tokens = future.result(limit) * at.cache.page_tokens
+            late = False
+        except (TimeoutError, CancelledError):
+            tokens, late = 0, True
+        if not at.client.wait_until_up(0):
+            raise not_there(at.client, at.config)
+    if arguments.json:
+        print_json(at.told() | {"destination": arguments.to, "there": tokens, "late": late})
+    elif late:
+        print(visible(f"it is not all on {arguments.to} within {arguments.timeout}; it goes on"))
+    else:
+        print(visible(f"{tokens} of {at.prompt.tokens} tokens are on {arguments.to}"))
+    return 1 if late else 0

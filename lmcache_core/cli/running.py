@@ -1,0 +1,199 @@
+"""A node at work as commands see it: found by its socket, asked, and its namespaces chosen by name."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lmcache_core.cli.disk_cache import the_one_named
+from lmcache_core.cli.output import visible
+from lmcache_core.client import SpaceStats
+from lmcache_core.config import Config, load_config
+from lmcache_core.errors import BackendError, LayoutError, LMCacheError
+from lmcache_core.namespace import Namespace
+from lmcache_core.service.address import AUTO, socket_path
+from lmcache_core.service.remote import RemoteClient
+from lmcache_core.units import format_duration
+
+__all__ = [
+    "Known",
+    "add_node_options",
+    "connected",
+    "namespaces_of",
+    "not_there",
+    "own_name",
+    "registered",
+    "settings_of",
+    "the_namespace",
+]
+
+DIGITS = 12
+"""Hex digits of a namespace that people are shown."""
+
+
+def add_node_options(parser: argparse.ArgumentParser) -> None:
+    """Add what says which node is meant."""
+    parser.add_argument(
+        "--socket",
+        metavar="PATH",
+        help="socket of the node; by default the configuration's `connect`, or its `socket`, else `auto`",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="the YAML file, for socket and salt; by default the one that LMCACHE_CORE_CONFIG names",
+    )
+
+
+def settings_of(arguments: argparse.Namespace) -> tuple[str, Config]:
+    """The path of the socket that is meant, and the configuration.
+
+    Raises:
+        ConfigError: The configuration cannot be used, or the path is none.
+    """
+    config = load_config(None if arguments.config is None else Path(arguments.config)).config
+    return socket_path(arguments.socket or config.connect or config.socket or AUTO), config
+
+
+def own_name(command: str) -> str:
+    """What the node calls this process to people."""
+    return f"lmcache-core {command} ({os.getpid()})"
+
+
+@contextmanager
+def connected(arguments: argparse.Namespace, *, must: bool = True) -> Iterator[tuple[RemoteClient, Config]]:
+    """A client of the node that is meant; if it `must` be there, only then.
+
+    Raises:
+        LMCacheError: It is not there. The message says what to do.
+    """
+    path, config = settings_of(arguments)
+    logging.getLogger("lmcache_core").addHandler(logging.NullHandler())  # what is wrong, the command says itself
+    client = RemoteClient(path, config, own_name(arguments.command))
+    try:
+        if must and not client.wait_until_up(0):
+            raise not_there(client, config)
+        yield client, config
+    finally:
+        client.close()
+
+
+def not_there(client: RemoteClient, config: Config, error: str = "") -> LMCacheError:
+    """Why there is no connection, or why a call ended with `error`, and what to do about it."""
+    path = client.path
+    why = error if "in time" in error else client.why or error
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(config.call_timeout)
+            probe.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
+        return BackendError(
+            f"there is no node at {path}; start it with: lmcache-core serve --socket {path}; or name the socket of "
+            "another one with --socket"
+        )
+    except PermissionError:
+        return BackendError(f"the node at {path} is another user's; ask it as that user or as root")
+    except OSError:
+        pass
+    if "timed out" in why or "in time" in why:
+        limit = format_duration(config.call_timeout)
+        return BackendError(
+            f"the node at {path} does not answer within {limit}; it may be stopped (SIGSTOP, a debugger) or busy; "
+            "LMCACHE_CORE_CALL_TIMEOUT=10s waits longer"
+        )
+    return BackendError(why or f"the node at {path} is not connected yet")
+
+
+@dataclass
+class Known:
+    """What a node holds of one namespace, or of a group of one that nobody has registered since it started."""
+
+    namespace: Namespace | None
+    digests: list[bytes]
+    chunks: int = 0
+    pages: int = 0
+    pinned: int = 0
+    leased: int = 0
+    nbytes: dict[str, int] = field(default_factory=dict)
+    """By place."""
+
+    @property
+    def id(self) -> str:
+        """Hex digits that name it."""
+        return self.digests[0].hex() if self.namespace is None else self.namespace.content.hex()
+
+    @property
+    def model(self) -> str:
+        """Name of its model; empty if it is not known."""
+        return "" if self.namespace is None else self.namespace.model_name
+
+    def add(self, space: SpaceStats) -> None:
+        """Count one group."""
+        self.chunks += space.chunks
+        self.pages += space.pages
+        self.pinned += space.pinned
+        self.leased += space.leased
+        for place, nbytes in space.nbytes.items():
+            self.nbytes[place] = self.nbytes.get(place, 0) + nbytes
+
+
+def namespaces_of(spaces: Iterable[SpaceStats]) -> list[Known]:
+    """The namespaces of a node, the largest first."""
+    found: dict[bytes, Known] = {}
+    for space in spaces:
+        namespace = _read(space.manifest)
+        digests = [space.digest]
+        if namespace is not None:
+            digests = [namespace.space(number) for number in range(len(namespace.groups))]
+        found.setdefault(digests[0], Known(namespace, digests)).add(space)
+    return sorted(found.values(), key=lambda known: (-sum(known.nbytes.values()), known.id))
+
+
+def _read(manifest: bytes) -> Namespace | None:
+    try:
+        return Namespace.from_manifest(manifest)
+    except LayoutError:
+        return None  # shown under the bare digest
+
+
+def the_namespace(client: RemoteClient, name: str | None) -> Known:
+    """The namespace that a name of a model or the first digits of a digest mean; without any, the only one.
+
+    Raises:
+        LMCacheError: There is none, or several. The message says which there are.
+    """
+    known = namespaces_of(client.spaces())
+    if name is not None:
+        found = the_one_named(name, known)
+        if found is None:
+            raise LMCacheError(f"there is no namespace {name!r}; the node has: {_listed(known)}")
+        return found
+    if not known:
+        raise LMCacheError(f"the node at {client.path} knows of no model yet; an engine must have used it first")
+    if len(known) > 1:
+        raise LMCacheError(f"the node has {len(known)} namespaces; choose one with --namespace: {_listed(known)}")
+    return known[0]
+
+
+def registered(known: Known) -> Namespace:
+    """What its chunks are of.
+
+    Raises:
+        LMCacheError: Nobody has told the node since it started.
+    """
+    if known.namespace is None:
+        raise LMCacheError(
+            f"nobody has told this node what {known.id[:DIGITS]} is of since it started; its prompts can be named once "
+            "an engine has used it"
+        )
+    return known.namespace
+
+
+def _listed(known: Sequence[Known]) -> str:
+    return ", ".join(f"{visible(each.model) or 'no name'} ({each.id[:DIGITS]})" for each in known) or "none"

@@ -1,0 +1,356 @@
+"""What operators tell a node at work: what each command says is what the node does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_backends.disk.inspection import inspect_path
+from lmcache_core import Cache
+from lmcache_core.cli.prompts import read_tokens
+from lmcache_core.errors import LMCacheError
+from tests.cli.conftest import AtWork, Run
+from tests.cli.kv import FRAME_BYTES, View, make_namespace, prompt_of, settings
+from tests.node.kv import until
+
+COMMANDS_OF_PROMPTS = ["lookup", "prefetch", "pin", "unpin", "evict"]
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    """A prompt of three chunks and two tokens more."""
+    path = tmp_path / "prompt.json"
+    path.write_text(json.dumps(prompt_of(1, 3, more=2)))
+    return path
+
+
+def ask(run: Run, node: AtWork, command: str, *words: object) -> Any:
+    """What a command answers in JSON."""
+    ran = run(command, *words, "--socket", node.socket, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    return ran.json
+
+
+def tiers(run: Run, node: AtWork, prompt: Path) -> dict[str, tuple[int, int]]:
+    found = ask(run, node, "lookup", prompt)["tiers"]
+    return {tier: (each["holds"], each["gives"]) for tier, each in found.items()}
+
+
+def test_a_lookup_says_which_tiers_hold_how_much(run: Run, node: AtWork, prompt: Path) -> None:
+    node.fill(prompt_of(1, 3))
+    assert ask(run, node, "evict", prompt, "--tier", "cpu")["chunks"] == 3
+    node.fill(prompt_of(1, 1))
+    found = ask(run, node, "lookup", prompt)
+    namespace = make_namespace("model-a")
+    assert found == {
+        "socket": str(node.socket),
+        "namespace": namespace.content.hex(),
+        "model": "model-a",
+        "tokens": 50,
+        "page_tokens": 4,
+        "restorable": 48,
+        "tiers": {"cpu": {"holds": 0, "gives": 0}, "disk": {"holds": 48, "gives": 48}},
+    }
+    text = run("lookup", prompt, "--socket", node.socket)
+    assert (text.code, text.err) == (0, "")
+    assert text.lines == [
+        "48 of 50 tokens of this prompt can be restored",
+        "tier  holds  would give",
+        "cpu       0           0",
+        "disk     48          48",
+    ]
+    with node.engine() as cache:
+        assert cache.stats().counts.get("lookups", {}) == {}, "it is no request's"
+
+
+def test_a_prompt_is_brought_to_memory(run: Run, node: AtWork, prompt: Path) -> None:
+    node.fill(prompt_of(1, 3))
+    ask(run, node, "evict", prompt, "--tier", "cpu")
+    there = ask(run, node, "prefetch", prompt)
+    assert (there["destination"], there["there"], there["late"]) == ("cpu", 48, False)
+    assert tiers(run, node, prompt) == {"cpu": (48, 48), "disk": (48, 0)}
+    assert run("prefetch", prompt, "--socket", node.socket).out == "48 of 50 tokens are on cpu\n"
+    refused = run("prefetch", prompt, "--socket", node.socket, "--to", "moon")
+    assert (refused.code, refused.out) == (1, "")
+    assert refused.err == "lmcache-core: error: there is no tier 'moon'; this node has cpu, disk\n"
+
+
+def test_a_pin_outlives_its_command_and_unpin_undoes_it(run: Run, node: AtWork, prompt: Path) -> None:
+    node.fill(prompt_of(1, 3))
+    assert ask(run, node, "pin", prompt)["pinned"] == 48
+    with node.engine() as cache:
+        until(lambda: all("pin" not in each.name for each in cache.client.clients()))  # type: ignore[attr-defined]
+        assert cache.stats().pinned == 3
+    kept = ask(run, node, "evict", prompt)
+    assert (kept["chunks"], kept["left"]) == (0, 48)
+    said = run("evict", prompt, "--socket", node.socket)
+    assert said.out == "0 chunks evicted; 48 tokens stay, pinned or in use\n"
+    assert ask(run, node, "unpin", prompt)["unpinned"] == 48
+    assert ask(run, node, "unpin", prompt)["unpinned"] == 0
+    gone = ask(run, node, "evict", prompt)
+    assert (gone["chunks"], gone["left"]) == (3, 0)
+    assert tiers(run, node, prompt) == {"cpu": (0, 0), "disk": (0, 0)}
+
+
+def test_all_pins_of_commands_can_be_undone_without_the_prompts(run: Run, node: AtWork, prompt: Path) -> None:
+    node.fill(prompt_of(1, 3), prompt_of(2, 1))
+    with node.engine() as cache:
+        cache.pin(prompt_of(2, 1))
+        ask(run, node, "pin", prompt)
+        assert cache.stats().pinned == 4
+        assert ask(run, node, "unpin", "--all") == {"socket": str(node.socket), "unpinned_chunks": 3}
+        assert cache.stats().pinned == 1, "an engine's own pins are its own"
+    assert run("unpin", "--socket", node.socket).code == 2
+    assert run("unpin", prompt, "--all", "--socket", node.socket).code == 2
+
+
+def test_a_pin_of_nothing_is_a_problem(run: Run, node: AtWork, prompt: Path) -> None:
+    node.fill(prompt_of(2, 1))
+    pinned = run("pin", prompt, "--socket", node.socket)
+    assert (pinned.code, pinned.out) == (1, "")
+    assert pinned.err == "nothing of this prompt is there to be pinned\n"
+
+
+def test_a_frozen_node_stores_nothing_until_it_is_told_to(run: Run, node: AtWork) -> None:
+    node.fill(prompt_of(1, 1))
+    assert ask(run, node, "freeze") == {"socket": str(node.socket), "frozen": True}
+    with node.engine() as cache:
+        assert cache.store(prompt_of(2, 1), View(16, seed=2)).dropped == 16
+        assert cache.lookup(prompt_of(1, 1)).tokens == 16
+        assert ask(run, node, "status")["frozen"]
+        assert ask(run, node, "freeze", "--off") == {"socket": str(node.socket), "frozen": False}
+        assert cache.store(prompt_of(2, 1), View(16, seed=2)).stored == 16
+
+
+def test_a_drained_process_has_written_everything_and_ends(run: Run, process: AtWork) -> None:
+    with process.engine() as cache:
+        cache.store(prompt_of(1, 3), View(48, seed=1))
+        assert ask(run, process, "drain") == {"socket": str(process.socket), "written": True}
+    until(lambda: not process.socket.exists())
+    assert len(list(inspect_path(process.disk).entries())) == 3
+    again = run("drain", "--socket", process.socket)
+    assert again.code == 1
+    assert f"there is no node at {process.socket}; start it with: lmcache-core serve --socket" in again.err
+
+
+def test_a_drained_engine_goes_on_frozen(run: Run, embedded: AtWork) -> None:
+    embedded.fill(prompt_of(1, 1))
+    assert ask(run, embedded, "drain", "--timeout", "5s")["written"]
+    assert ask(run, embedded, "status")["frozen"]
+
+
+# Clear
+
+
+def test_clear_asks_a_node_by_its_socket(run: Run, node: AtWork, prompt: Path) -> None:
+    node.fill(prompt_of(1, 3))
+    node.fill(prompt_of(1, 2), model="model-b")
+    cleared = ask(run, node, "clear", "--namespace", "model-b", "--yes")
+    by_tier = [{"tier": name, "chunks": 2, "nbytes": 2 * FRAME_BYTES, "problem": None} for name in ("cpu", "disk")]
+    assert cleared == {"chunks": 4, "nbytes": 4 * FRAME_BYTES, "tiers": by_tier}
+    assert len(list(inspect_path(node.disk).entries())) == 3
+    only = run("clear", "--socket", node.socket, "--tier", "disk", "--yes")
+    assert (only.code, only.lines) == (0, ["disk: 3 chunks deleted, 396KiB"])
+    assert list(inspect_path(node.disk).entries()) == []
+    assert ask(run, node, "lookup", prompt, "--namespace", "model-a")["restorable"] == 48
+    refused = run("clear", "--socket", node.socket, "--tier", "dsk", "--yes")
+    assert (refused.code, refused.err) == (
+        1,
+        "lmcache-core: error: there is no tier 'dsk'; this node has cpu, disk\n",
+    )
+
+
+@pytest.mark.parametrize("by", ["PATH", "--config"])
+def test_clear_of_a_disk_asks_its_owner_where_that_can_be_reached(
+    run: Run, node: AtWork, prompt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    node.fill(prompt_of(1, 3))
+    file = tmp_path / "tiers.yaml"
+    file.write_text(json.dumps(settings(node.disk, socket=str(node.socket))))
+    if by == "PATH":
+        monkeypatch.setenv("LMCACHE_CORE_CONFIG", str(file))
+        cleared = run("clear", node.disk, "--yes")
+        assert (cleared.code, cleared.err, cleared.lines) == (0, "", ["disk: 3 chunks deleted, 396KiB"])
+        assert tiers(run, node, prompt) == {"cpu": (48, 48), "disk": (0, 0)}
+    else:
+        cleared = run("clear", "--config", file, "--yes")
+        lines = ["cpu: 3 chunks deleted, 396KiB", "disk: 3 chunks deleted, 396KiB"]
+        assert (cleared.code, cleared.err, cleared.lines) == (0, "", lines)
+        assert tiers(run, node, prompt) == {"cpu": (0, 0), "disk": (0, 0)}
+    assert list(inspect_path(node.disk).entries()) == []
+
+
+def test_a_node_without_the_configuration_has_one_disk_and_knows_which(run: Run, process: AtWork) -> None:
+    process.fill(prompt_of(1, 1))
+    os.environ["LMCACHE_CORE_CONNECT"] = str(process.socket)
+    try:
+        cleared = run("clear", process.disk, "--yes")
+    finally:
+        del os.environ["LMCACHE_CORE_CONNECT"]
+    assert (cleared.code, cleared.lines) == (0, ["disk: 1 chunks deleted, 132KiB"])
+
+
+def test_an_owner_who_is_another_than_the_node_is_left_alone(run: Run, process: AtWork, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    with Cache.open(settings(other), make_namespace("model-a")) as cache:
+        assert cache.store(prompt_of(1, 1), View(16, seed=1)).wait(10)
+        file = tmp_path / "other.yaml"
+        file.write_text(json.dumps(settings(other, socket=str(process.socket))))
+        refused = run("clear", "--config", file, "--yes")
+        assert (refused.code, refused.out) == (1, "")
+        assert f"other is in use by process {os.getpid()} " in refused.err
+        assert cache.lookup(prompt_of(1, 1)).tiers == {"cpu": 16}
+
+
+@pytest.mark.parametrize("words", [["--socket", "s", "PATH"], ["PATH", "--config", "f"], ["PATH", "--tier", "disk"]])
+def test_clear_is_told_one_thing(run: Run, words: list[str]) -> None:
+    assert run("clear", *words, "--yes").code == 2
+
+
+def test_inspect_of_a_disk_at_work_names_status(run: Run, node: AtWork) -> None:
+    node.fill(prompt_of(1, 3))
+    shown = run("inspect", node.disk)
+    assert shown.code == 0
+    assert shown.err == (
+        f"in use by process {node.pid}; what it holds now, memory included, and who uses it: lmcache-core status\n"
+    )
+    assert run("inspect", node.disk, "--json").json["chunks"] == 3
+
+
+# Which node, which namespace, which prompt
+
+
+@pytest.mark.parametrize("command", [*COMMANDS_OF_PROMPTS, "freeze", "drain", "status"])
+def test_where_no_node_is_it_says_how_to_start_one(run: Run, prompt: Path, tmp_path: Path, command: str) -> None:
+    words = [prompt] if command in COMMANDS_OF_PROMPTS else []
+    path = tmp_path / "none.sock"
+    refused = run(command, *words, "--socket", path)
+    assert (refused.code, refused.out) == (1, "")
+    assert refused.err == (
+        f"lmcache-core: error: there is no node at {path}; start it with: lmcache-core serve --socket {path}; or name "
+        "the socket of another one with --socket\n"
+    )
+
+
+def test_a_dead_nodes_socket_is_no_node(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "dead.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+    assert f"there is no node at {path}; start it with" in run("status", "--socket", path).err
+
+
+def test_a_node_that_does_not_answer_is_said_to(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMCACHE_CORE_CALL_TIMEOUT", "100ms")
+    path = tmp_path / "mute.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        refused = run("status", "--socket", path)
+    assert refused.code == 1
+    assert f"the node at {path} does not answer within 100ms" in refused.err
+
+
+def test_the_socket_is_that_of_the_configuration(run: Run, node: AtWork, tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    for key in ("socket", "connect"):
+        file.write_text(json.dumps({key: str(node.socket)}))
+        assert run("status", "--config", file, "--json").json["socket"] == str(node.socket)
+
+
+def test_salts_and_adapters_name_other_prompts(run: Run, node: AtWork, prompt: Path, tmp_path: Path) -> None:
+    with node.engine(salt="tenant") as cache:
+        tokens = prompt_of(1, 3)
+        named = cache.prompt(tokens, salt="user", adapter="lora-7")
+        assert cache.store(named, View(len(tokens), seed=1)).wait(10)
+    file = tmp_path / "tenant.yaml"
+    file.write_text(json.dumps({"salt": "tenant", "connect": str(node.socket)}))
+    asked = run("lookup", prompt, "--salt", "user", "--adapter", "lora-7", "--config", file, "--json")
+    assert asked.json["restorable"] == 48
+    for words in (["--salt", "user"], ["--adapter", "lora-7"], []):
+        assert run("lookup", prompt, *words, "--config", file, "--json").json["restorable"] == 0
+    assert ask(run, node, "lookup", prompt, "--salt", "user", "--adapter", "lora-7")["restorable"] == 0
+
+
+def test_a_namespace_is_chosen_by_model_or_digest(run: Run, node: AtWork, prompt: Path) -> None:
+    node.fill(prompt_of(1, 3))
+    node.fill(prompt_of(1, 1), model="model-b")
+    names = {model: make_namespace(model).content.hex() for model in ("model-a", "model-b")}
+    for name in ("model-b", names["model-b"][:12], make_namespace("model-b").space(0).hex()):
+        assert ask(run, node, "lookup", prompt, "--namespace", name)["restorable"] == 16
+    listed = ", ".join(f"{model} ({digest[:12]})" for model, digest in names.items())
+    for words, text in (
+        ([], f"the node has 2 namespaces; choose one with --namespace: {listed}"),
+        (["--namespace", "model-c"], f"there is no namespace 'model-c'; the node has: {listed}"),
+    ):
+        refused = run("lookup", prompt, *words, "--socket", node.socket)
+        assert (refused.code, refused.err) == (1, f"lmcache-core: error: {text}\n")
+
+
+def test_a_node_that_no_engine_has_used_knows_no_model(run: Run, process: AtWork, prompt: Path) -> None:
+    refused = run("lookup", prompt, "--socket", process.socket)
+    assert refused.code == 1
+    assert refused.err == (
+        f"lmcache-core: error: the node at {process.socket} knows of no model yet; an engine must have used it first\n"
+    )
+
+
+def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tokens"
+    for text in ("[1, 20,\n300]", "1 20\n300\n", " 1\t20 300"):
+        file.write_text(text)
+        assert read_tokens(str(file)) == [1, 20, 300]
+        with file.open() as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            assert read_tokens("-") == [1, 20, 300]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no tokens"),
+        ("[]", "has no tokens"),
+        ("[1, 2", "is no JSON"),
+        ("[[1]]", r"\[1\] is no token id"),
+        ("[true]", "True is no token id"),
+        ("[1.5]", "1.5 is no token id"),
+        ("[-1]", "-1 is no token id"),
+        ("1, 2", "'1,' is no token id"),
+        ("4294967296", "'4294967296' is no token id"),
+        ("what is this", "'what' is no token id; write token ids as a JSON list or .* text needs --tokenizer DIR"),
+    ],
+)
+def test_what_is_no_list_of_tokens_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(text)
+    with pytest.raises(LMCacheError, match=message):
+        read_tokens(str(file))
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_bytes(b"\xff\xfe")
+    with pytest.raises(LMCacheError, match="is no UTF-8 text"):
+        read_tokens(str(tmp_path / "tokens"))
+
+
+def test_text_is_tokenized(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is missing")
+    pytest.importorskip("transformers", reason="transformers is missing")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    directory = tmp_path / "tokenizer"
+    directory.mkdir()
+    words.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "text").write_text("one two three two")
+    assert read_tokens(str(tmp_path / "text"), str(directory)) == [1, 2, 0, 2]
+    with pytest.raises(LMCacheError, match="is no directory"):
+        read_tokens(str(tmp_path / "text"), str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(LMCacheError, match="no tokenizer that can be loaded"):
+        read_tokens(str(tmp_path / "text"), str(tmp_path / "empty"))
