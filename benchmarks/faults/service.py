@@ -13,9 +13,11 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.faults.campaign import Campaign, Fault, Run, until
 from benchmarks.faults.client import MOST_PAGES, PROMPTS
+from benchmarks.faults.crash import OVERHEAD, disk_usage
 from benchmarks.faults.engine import Engine, Prompt, frame_shape, namespace, settings
 from benchmarks.faults.stress import leftovers
 from lmcache_core import Cache
@@ -30,6 +32,12 @@ TIMEOUT = 0.5
 PATIENCE = 4.0
 """Seconds that a store or retrieve, of several calls, may take on a busy machine."""
 LIFE = 0.4
+SOAK = 6.0
+"""Seconds of one run of a soak."""
+SOAKED = 2 << 20
+"""Bytes of the disk tier of a soak: less than what is stored."""
+GROWTH = 16 << 20
+"""Bytes that a process may take more of after the first quarter of a soak."""
 POOL = 64
 """Chunks that the pool has room for: fewer than are stored."""
 
@@ -102,10 +110,11 @@ class Child:
 class Host:
     """One directory, the node on it, and its clients."""
 
-    def __init__(self, campaign: Campaign) -> None:
+    def __init__(self, campaign: Campaign, capacity: int = 64 << 20, **tier: Any) -> None:
         self.socket = campaign.path / "node.sock"
         self._config = campaign.path / "node.yaml"
-        config = settings(campaign.path / "kv", cpu=POOL * frame_shape().nbytes, capacity="64MiB")
+        pool = POOL * frame_shape().nbytes
+        config = settings(campaign.path / "kv", cpu=pool, capacity=capacity, **tier)
         self._config.write_text(json.dumps(config))
         self._clients = 0
         self._seed = campaign.seed
@@ -188,8 +197,57 @@ def stop_nodes(how: str, campaign: Campaign) -> None:
         host.close()
 
 
+def soak(campaign: Campaign) -> None:
+    """Four clients, two threads each, on a pool and a disk tier that are too small for what they store. All runs are of
+    one node and the same clients."""
+    host = Host(campaign, capacity=SOAKED, segment=SOAKED // 16)
+    clients = [host.client() for _ in range(4)]
+    processes = {"node": host.node, **{f"client {number}": client for number, client in enumerate(clients)}}
+    before: dict[str, int] = {}
+    try:
+        for run in campaign:
+            with run, host.engine(run) as engine:
+                started = time.monotonic()
+                while (passed := time.monotonic() - started) < SOAK:
+                    time.sleep(0.2)
+                    stats = engine.cache.stats()
+                    if stats.pool_used > stats.pool_capacity or stats.tiers[0].used > SOAKED:
+                        run.lost(f"{stats.pool_used} bytes of the pool, {stats.tiers[0].used} of the tier are taken")
+                    if (used := disk_usage(campaign.path / "kv")) > SOAKED + OVERHEAD:
+                        run.lost(f"{used} bytes of the disk are taken, {SOAKED} may be")
+                    if not before and passed > SOAK / 2:
+                        before = {name: own_memory(child) for name, child in processes.items()}
+                for name, child in processes.items():
+                    grown = own_memory(child) - before[name]
+                    run.seen(f"KiB that the {name.split()[0]} has grown", grown >> 10)
+                    if grown > GROWTH:
+                        run.lost(f"the {name} has grown by {grown} bytes")
+                for client in clients:
+                    client.hear(run)
+                if run.number == campaign.runs - 1:
+                    while clients:
+                        clients[-1].finish()
+                        clients.pop().hear(run)
+                    host.judge(run)
+                elif engine.serves(Prompt(PROMPTS + 1 + run.number, 1)):
+                    run.recovered()
+    finally:
+        for client in clients:
+            client.kill()
+        host.close()
+
+
+def own_memory(child: Child) -> int:
+    """Bytes of a process's memory that are its own: the pool is not."""
+    for line in Path(f"/proc/{child.process.pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise ValueError("the system does not tell a process's own memory")
+
+
 FAULTS = [
     Fault("kill -9 of a client of a node", 100, kill_clients, few=5, seconds=1),
     Fault("kill -9 of a node under load", 20, partial(stop_nodes, "kill"), few=1, seconds=5),
     Fault("a node frozen under load", 5, partial(stop_nodes, "freeze"), few=1, seconds=5),
+    Fault("four clients of a node, for two minutes", 20, soak, few=1, seconds=8),
 ]

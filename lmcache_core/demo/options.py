@@ -25,6 +25,7 @@ class DemoOptions:
     plot: bool = True
     repeats: int = 5
     document_tokens: int | None = None
+    shared: bool = False
 
     @property
     def figures(self) -> Path:
@@ -50,6 +51,7 @@ class DemoOptions:
             plot=arguments.plot,
             repeats=arguments.repeats,
             document_tokens=arguments.document_tokens,
+            shared=arguments.shared,
         )
 
 
@@ -77,6 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--document-tokens", type=_positive, metavar="N", help="use no more than the first N tokens of the document"
+    )
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        help="keep the cache in a process of its own, so that a second process finds in memory what the first computed",
     )
 
 

@@ -20,6 +20,8 @@ WORDS = {
     "memory": "same prompt, memory",
     "question": "other question, memory",
     "turn": "next turn, memory",
+    "shared": "same prompt, 2nd process",
+    "shared question": "other question, 2nd proc.",
     "disk": "same prompt, disk",
     "disk question": "other question, disk",
     "disk turn": "next turn, disk",
@@ -38,6 +40,8 @@ class Spec(msgspec.Struct, frozen=True):
     tokens: int
     repeats: int
     document_tokens: int | None = None
+    socket: str = ""
+    """Of a node that all lives share; empty where each has its own."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -148,11 +152,13 @@ class DemoResult:
         """Everything measured, for programs. Times are medians in seconds."""
         cold, memory, disk = (self.of(kind)[0] for kind in ("cold", "memory", "disk"))
         question, turn, filling = (self.of(kind)[0] for kind in ("question", "turn", "filling"))
+        shared = self.of("shared")
         return {
             "prompt_tokens": cold.prompt_tokens,
             "cold_ttft_s": cold.median_s,
             "memory_ttft_s": memory.median_s,
             "disk_ttft_s": disk.median_s,
+            **({"shared_ttft_s": shared[0].median_s} if shared else {}),
             "question_ttft_s": question.median_s,
             "turn_ttft_s": turn.median_s,
             "filling_ttft_s": filling.median_s,

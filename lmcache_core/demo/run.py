@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -18,6 +20,7 @@ from lmcache_core.demo.options import DemoOptions
 from lmcache_core.demo.packages import check_packages
 from lmcache_core.demo.report import Display, draw
 from lmcache_core.demo.result import DemoResult, Life, Spec
+from lmcache_core.demo.settings import settings
 from lmcache_core.errors import LMCacheError, PluginError
 
 __all__ = ["run_demo"]
@@ -42,7 +45,8 @@ def run_demo(options: DemoOptions | argparse.Namespace) -> DemoResult:
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=options.out))
     try:
         display.begin(options)
-        lives = [_live(number, folder, options, display) for number in (1, 2)]
+        with _node(folder) if options.shared else contextlib.nullcontext("") as socket:
+            lives = [_live(number, folder, options, display, socket) for number in (1, 2)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result = _joined(lives, options)
@@ -81,9 +85,28 @@ def _write_files(result: DemoResult, options: DemoOptions) -> None:
         draw(result, options.picture)
 
 
-def _live(number: int, folder: Path, options: DemoOptions, display: Display) -> Life:
+@contextlib.contextmanager
+def _node(folder: Path) -> Iterator[str]:
+    """A node in a process of its own, as long as both workers live; yields where its socket is."""
+    # Paths of sockets are short, and this folder's may be long.
+    with tempfile.TemporaryDirectory(prefix="lmcache-demo-") as place, (folder / "node.log").open("wb") as log:
+        config = Path(place) / "tiers.yaml"
+        config.write_text(json.dumps(settings(folder)))
+        socket = str(Path(place) / "node.sock")
+        command = [sys.executable, "-m", "lmcache_core", "serve", "--config", str(config), "--socket", socket]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=_environment()) as process:
+            try:
+                assert process.stdout is not None
+                if not process.stdout.readline():
+                    raise _failure((folder / "node.log").read_text(errors="replace"), process.wait())
+                yield socket
+            finally:
+                process.terminate()
+
+
+def _live(number: int, folder: Path, options: DemoOptions, display: Display, socket: str) -> Life:
     """One worker from its start to its end."""
-    spec = Spec(str(folder), number, options.tokens, options.repeats, options.document_tokens)
+    spec = Spec(str(folder), number, options.tokens, options.repeats, options.document_tokens, socket)
     path = folder / f"spec-{number}.json"
     path.write_bytes(msgspec.json.encode(spec))
     words = folder / f"worker-{number}.log"

@@ -125,3 +125,17 @@ def test_a_file_that_cannot_be_written_is_an_error_at_once(tmp_path: Path, monke
     with pytest.raises(NotADirectoryError):
         run_demo(DemoOptions(out=tmp_path / "file" / "out"))
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_second_process_finds_in_memory_what_the_first_has_computed(tmp_path: Path) -> None:
+    options = DemoOptions(out=tmp_path / "demo", tokens=4, repeats=1, document_tokens=400, plot=False, shared=True)
+    result = run_demo(options)
+    assert int(result) == 0
+    assert result.max_logit_diff < 1e-4
+    (shared,), (other,) = result.of("shared"), result.of("shared question")
+    assert shared.tiers == {"cpu": (shared.prompt_tokens - 1) // 64 * 64}
+    assert set(other.tiers) == {"cpu"}
+    assert set(result.of("disk")[0].tiers) == {"disk"}
+    assert result.figures()["shared_ttft_s"] == shared.median_s
