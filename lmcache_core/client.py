@@ -118,6 +118,19 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnerStats:
+    """What one owner holds; sizes in bytes."""
+
+    kind: str
+    """`tenant`, `model`, or `unclaimed` for chunks found on tiers whose model nobody has named yet."""
+    name: str
+    nbytes: Mapping[str, int]
+    """By place, staged chunks and those being read or written too."""
+    idle: bool = False
+    """It has used nothing for so long that its chunks are the first to go."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """State of a node; sizes in bytes."""
 
@@ -133,6 +146,7 @@ class Stats:
     tiers: Sequence[TierStats]
     counts: Mapping[str, Mapping[str, float]]
     frozen: bool = False
+    owners: Sequence[OwnerStats] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +175,8 @@ class Client(Protocol):
     retention_tokens: int
     shard: int
     """The part of each chunk that this client copies: that of its rank."""
+    tenant: str
+    """Whose the chunks are that this client stores; empty for the model's."""
 
     def register(self, namespace: Namespace) -> Model:
         """Make a namespace known to the node.

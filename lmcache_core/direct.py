@@ -15,6 +15,7 @@ from lmcache_core.client import (
     Grant,
     Held,
     Model,
+    OwnerStats,
     Part,
     Room,
     SpaceStats,
@@ -100,9 +101,10 @@ class _Filling:
 class DirectClient:
     """See `Client`. Closing it closes the node if it `owns` it."""
 
-    def __init__(self, node: Node, *, owns: bool = False, shard: int = 0) -> None:
+    def __init__(self, node: Node, *, owns: bool = False, shard: int = 0, tenant: str = "") -> None:
         self.node = node
         self.shard = shard
+        self.tenant = tenant
         self._guard = node.guard
         self.chunk_tokens = node.config.chunk_tokens
         self.page_tokens = node.config.page_tokens
@@ -248,7 +250,7 @@ class DirectClient:
         mask = self._mask(places)
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
-            plan = index.plan_store(_spaces(model), keys, at, first_page, mask, PLANNED)
+            plan = index.plan_store(_spaces(model), keys, at, first_page, mask, PLANNED, self.tenant)
             filling = _Filling(plan, self._shard_of(model), self._later_finish, joined=False)
         while plan.rest:  # of a long store, so that others get the mutex in between
             with self._guard.turn, self._guard.mutex:
@@ -497,6 +499,15 @@ class DirectClient:
                 tiers,
                 node.counts.snapshot(),
                 index.frozen,
+                [
+                    OwnerStats(
+                        owner.kind,
+                        owner.name,
+                        {name: share.held for name, share in zip(self._bits, owner.shares, strict=True)},
+                        owner.idle and not owner.used,
+                    )
+                    for owner in index.owners.values()
+                ],
             )
 
     def spaces(self) -> list[SpaceStats]:

@@ -19,12 +19,14 @@ from typing import Any, Protocol
 
 from lmcache_core.config import Config, TierConfig
 from lmcache_core.counts import Counts
-from lmcache_core.errors import BackendError, LayoutError
+from lmcache_core.errors import BackendError, ConfigError, LayoutError
 from lmcache_core.framing import Framer
 from lmcache_core.guard import IndexGuard
 from lmcache_core.hostpool import HostPool
 from lmcache_core.index import Geometry, Index, Space, TierRules
 from lmcache_core.index.decisions import Read
+from lmcache_core.index.residency import CPU
+from lmcache_core.index.shares import OwnerKind, ShareRules
 from lmcache_core.loop import LoopThread
 from lmcache_core.namespace import Group, GroupKind, Namespace
 from lmcache_core.probe import Prober
@@ -60,17 +62,24 @@ class Node:
 
     Raises:
         PoolError: The host pool cannot be had.
-        ConfigError: A backend's options can never work.
+        ConfigError: A backend's options can never work, or there is a quota for a tier that has none.
         BackendError: A backend keeps the event loop from running.
     """
 
     def __init__(self, config: Config, backends: Sequence[StorageBackend] = ()) -> None:
         self.config = config
         self.counts = Counts()
+        rules = [_rules(config, tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
+        shares = _shares(config, rules)
         self.pool = HostPool(config.cpu.capacity, hugepages=config.cpu.hugepages)
-        rules = [self._rules(tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
         index = Index(
-            self.pool, rules, policy=config.cpu.policy, lease_timeout=config.lease_timeout, counts=self.counts
+            self.pool,
+            rules,
+            policy=config.cpu.policy,
+            lease_timeout=config.lease_timeout,
+            counts=self.counts,
+            shares=shares,
+            share_timeout=config.share_timeout,
         )
         self.guard = IndexGuard(index, self._wake, self._abandon)
         self.lag = 0.0
@@ -109,20 +118,6 @@ class Node:
             self.close(grace=1.0)
             raise
         self._ticking = self._loop.start(self._tick())
-
-    def _rules(self, tier: TierConfig, backend: StorageBackend) -> TierRules:
-        listed = isinstance(backend, Scannable)
-        return TierRules(
-            tier.name,
-            tier.write,
-            tier.admit,
-            tier.policy,
-            tier.capacity,
-            shared=not listed,
-            remembers_use=isinstance(backend, RemembersUse),
-            evictable=listed,
-            pending_limit=max(self.pool.capacity // 2, 1),
-        )
 
     def _open(self) -> None:
         async def open_all() -> None:
@@ -300,6 +295,37 @@ class Node:
             self._ticked = time.monotonic()
             self._reports.tick()
             self._work()  # also what was left by a thread that was interrupted before it could wake us
+
+
+def _rules(config: Config, tier: TierConfig, backend: StorageBackend) -> TierRules:
+    listed = isinstance(backend, Scannable)
+    return TierRules(
+        tier.name,
+        tier.write,
+        tier.admit,
+        tier.policy,
+        tier.capacity,
+        shared=not listed,
+        remembers_use=isinstance(backend, RemembersUse),
+        evictable=listed,
+        pending_limit=max(config.cpu.capacity // 2, 1),
+    )
+
+
+def _shares(config: Config, tiers: Sequence[TierRules]) -> list[ShareRules]:
+    kept = {CPU, *(tier.name for tier in tiers if tier.evictable)}
+    shares = []
+    for number, share in enumerate(config.shares):
+        quotas = share.tiers if share.cpu is None else {CPU: share.cpu, **share.tiers}
+        for name in quotas:
+            if name not in kept:
+                raise ConfigError(
+                    f"shares[{number}].tiers.{name}: this tier's backend cannot list what it holds, so a node doesn't "
+                    "know what an owner has there; delete the quota"
+                )
+        kind: OwnerKind = "tenant" if share.tenant else "model"
+        shares.append(ShareRules(kind, share.tenant or share.model, share.weight, quotas))
+    return shares
 
 
 _nodes: weakref.WeakSet[Node] = weakref.WeakSet()

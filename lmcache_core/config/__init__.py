@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from lmcache_core.config.structs import BreakerConfig, Config, CpuConfig, MetricsConfig, TierConfig
+from lmcache_core.config.structs import BreakerConfig, Config, CpuConfig, MetricsConfig, ShareConfig, TierConfig
 
 if TYPE_CHECKING:
     from lmcache_core.config.conversion import InvalidSetting, convert
@@ -34,6 +34,7 @@ __all__ = [
     "Note",
     "Provenance",
     "Setting",
+    "ShareConfig",
     "TierConfig",
     "check",
     "convert",

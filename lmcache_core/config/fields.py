@@ -141,7 +141,8 @@ def format_value(value: object, annotation: Any) -> str:
     if isinstance(value, list | tuple | set | frozenset):
         return f"[{', '.join(format_value(item, Any) for item in value)}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {format_value(item, Any)}' for key, item in value.items())}}}"
+        inner = (*typing.get_args(unwrap(annotation)[0]), Any, Any)[1]
+        return f"{{{', '.join(f'{key}: {format_value(item, inner)}' for key, item in value.items())}}}"
     if isinstance(value, str):
         return str(value) or "''"
     if isinstance(value, msgspec.Struct):

@@ -85,6 +85,8 @@ def _value(annotation: Any) -> dict[str, Any]:
         return {"anyOf": [number, dict(_SIZE if unit == "bytes" else _DURATION), dict(_REFERENCE)]}
     if is_struct(inner):
         return _object(fields_of(inner))
+    if typing.get_origin(inner) is dict:
+        return {"type": "object", "additionalProperties": _value(typing.get_args(inner)[1])}
     if typing.get_origin(inner) in (list, tuple):
         return {"type": "array", "items": _value(typing.get_args(inner)[0])}
     if isinstance(inner, type) and issubclass(inner, enum.Enum):

@@ -9,11 +9,13 @@ import msgspec
 
 from lmcache_core.config.conversion import InvalidSetting, Key, convert_at, dotted, shown
 from lmcache_core.config.fields import fields_of, is_struct, unwrap
-from lmcache_core.config.structs import Config, TierConfig
+from lmcache_core.config.structs import Config, ShareConfig, TierConfig
 from lmcache_core.units import format_duration, format_size
 
 _SMALLEST = 2**20
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LISTS: dict[str, type[msgspec.Struct]] = {"tiers": TierConfig, "shares": ShareConfig}
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Of a tier or a tenant."""
 
 
 def check(config: Config) -> None:
@@ -37,11 +39,14 @@ def _check_types(key: Key, struct: object, wanted: type[msgspec.Struct]) -> None
         inner, _ = unwrap(field.annotation)
         if is_struct(inner):
             _check_types(place, value, inner)
-        elif field.attribute == "tiers":
+        elif wanted is Config and field.attribute in _LISTS:
+            entry = _LISTS[field.attribute]
             if not isinstance(value, tuple | list):
-                raise InvalidSetting(place, f"tiers: {shown(value)} is not possible; write (TierConfig(...),)")
-            for number, tier in enumerate(value):
-                _check_types((*place, number), tier, TierConfig)
+                raise InvalidSetting(
+                    place, f"{field.key}: {shown(value)} is not possible; write ({entry.__name__}(...),)"
+                )
+            for number, item in enumerate(value):
+                _check_types((*place, number), item, entry)
         elif field.attribute != "options":
             converted = convert_at(place, value, field.annotation)
             if type(converted) is not type(value) and not isinstance(value, int | str):
@@ -61,6 +66,10 @@ def _problems(config: Config) -> Iterator[tuple[Key, str]]:
     yield from _capacity(("cpu", "capacity"), config.cpu.capacity, "20GiB")
     if config.lease_timeout <= 0:
         yield ("lease_timeout",), "must be longer than 0; write for example 30s"
+    if config.share_timeout <= 0:
+        yield ("share_timeout",), "must be longer than 0; write for example 1h"
+    if config.tenant:
+        yield from _tenant(("tenant",), config.tenant)
     seen: dict[str, int] = {}
     directories: dict[tuple[str, str], int] = {}
     for number, tier in enumerate(config.tiers):
@@ -83,6 +92,33 @@ def _problems(config: Config) -> Iterator[tuple[Key, str]]:
                     f"{path!r} is already the path of {dotted(('tiers', first_user))}; write another directory, or "
                     "delete one of the two tiers",
                 )
+    owners: dict[tuple[str, str], int] = {}
+    for number, share in enumerate(config.shares):
+        key = ("shares", number)
+        yield from _share(key, share, list(seen))
+        first = owners.setdefault((share.tenant, share.model), number)
+        if first != number:
+            name = share.tenant or share.model
+            yield key, f"{name!r} has a share already, {dotted(('shares', first))}; write what it is due there"
+
+
+def _share(key: Key, share: ShareConfig, tiers: list[str]) -> Iterator[tuple[Key, str]]:
+    if bool(share.tenant) == bool(share.model):
+        yield key, "says whose it is by one of two keys; write 'tenant: NAME' or 'model: NAME'"
+    if share.tenant:
+        yield from _tenant((*key, "tenant"), share.tenant)
+    if share.cpu is not None:
+        yield from _capacity((*key, "cpu"), share.cpu, "10GiB")
+    for name, nbytes in share.tiers.items():
+        place = (*key, "tiers", name)
+        if name not in tiers:
+            yield place, f"there is no tier {name!r}; known are {', '.join(tiers) or 'none'}"
+        yield from _capacity(place, nbytes, "100GiB")
+
+
+def _tenant(key: Key, name: str) -> Iterator[tuple[Key, str]]:
+    if not NAME.fullmatch(name):
+        yield key, f"{name!r} is no name; write up to 64 letters, digits, '.', '_' and '-'"
 
 
 def _directories(tier: TierConfig) -> list[str]:
@@ -92,7 +128,7 @@ def _directories(tier: TierConfig) -> list[str]:
 
 
 def _tier(key: Key, tier: TierConfig) -> Iterator[tuple[Key, str]]:
-    if not _NAME.fullmatch(tier.name):
+    if not NAME.fullmatch(tier.name):
         yield (*key, "name"), f"{tier.name!r} is no name; write up to 64 letters, digits, '.', '_' and '-'"
     if tier.capacity is not None:
         yield from _capacity((*key, "capacity"), tier.capacity, "500GiB")

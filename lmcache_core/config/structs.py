@@ -14,6 +14,7 @@ from lmcache_core.units import ByteSize, Duration, Secret
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+Weight = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Policy = Literal["lru", "s3fifo"]
 
@@ -91,6 +92,21 @@ class TierConfig(_Section, frozen=True, forbid_unknown_fields=True):
         return "..." if name == "options" and self.options is not None else super()._safe(name)
 
 
+class ShareConfig(_Section, frozen=True, forbid_unknown_fields=True):
+    """What one owner of chunks is due of the node's room, other than the part and the freedom that all have."""
+
+    tenant: str = ""
+    """The owner, a tenant as its clients name it; or write `model`."""
+    model: str = ""
+    """The owner, a model by its name: of its chunks those that no tenant has stored."""
+    weight: Weight = 1.0
+    """How large its part is beside the parts of others, where all want more than there is."""
+    cpu: ByteSize | None = None
+    """Most bytes it may hold in the host pool, those in use and pinned ones too."""
+    tiers: dict[str, ByteSize] = {}
+    """Most bytes it may hold on a tier, by the tier's name."""
+
+
 class MetricsConfig(_Section, frozen=True, forbid_unknown_fields=True):
     """The Prometheus endpoint of this node."""
 
@@ -116,6 +132,13 @@ class Config(_Section, frozen=True, forbid_unknown_fields=True):
     """Storage tiers below the host pool, fastest first."""
     salt: Secret = ""
     """Tenant secret that goes into every key: nodes with another salt share nothing. Empty shares with all."""
+    tenant: str = ""
+    """Whose the chunks are that are stored with these settings, as a label without secrecy: it shares the node's room
+    with other tenants fairly. Without one they are the model's."""
+    shares: tuple[ShareConfig, ...] = ()
+    """Weights and quotas of tenants and models."""
+    share_timeout: Duration = 3600.0
+    """How long a tenant or model that uses nothing keeps its part. Afterwards its chunks are the first to go."""
     socket: str = ""
     """Unix socket at which other processes of this host can use this node: a path, or `auto` for one below the runtime
     directory. Empty for none."""

@@ -281,11 +281,16 @@ class Index(Loading):
         reservation.missing.discard(shard)
         if reservation.missing:
             return
+        entry, space = reservation.entry, reservation.entry.space
+        older = space.chunks.get(entry.key)
+        if older is not None and older.readable(self.readable):  # since a write has ended that was under way
+            self._withdraw(reservation)
+            plan.touched[plan.touched.index(entry)] = older
+            plan.present += len(entry.pages)
+            return
         reservation.open = False
         reservation.published = True
-        entry, space = reservation.entry, reservation.entry.space
         space.staged.pop(entry.key, None)
-        older = space.chunks.get(entry.key)
         if older is not None:  # a copy nobody can read now, on a tier that is down
             self.remove([older], EVERYWHERE)
             space.leave(older)
@@ -325,13 +330,16 @@ class Index(Loading):
     def abort(self, reservation: Reservation) -> None:
         """Give a reservation's room back; one that has ended is let pass."""
         if reservation.open:
-            reservation.open = False
-            entry = reservation.entry
-            entry.space.staged.pop(entry.key, None)
-            entry.space.chains.orphan(entry)
-            self.policy.refund(entry)
-            reservation.slot.release()
+            self._withdraw(reservation)
             self.counts.add("dropped_chunks", Refusal.ABORTED.value)
+
+    def _withdraw(self, reservation: Reservation) -> None:
+        reservation.open = False
+        entry = reservation.entry
+        entry.space.staged.pop(entry.key, None)
+        entry.space.chains.orphan(entry)
+        self.policy.refund(entry)
+        reservation.slot.release()
 
     def wrote(self, write: Write, result: WriteResult | None) -> bool:
         """See `Residency.wrote`. A tail leaves a tier of this host only when the longer chunk is there."""

@@ -37,12 +37,13 @@ class Link:
         name: What the node calls this client to people.
         deadline: Seconds in which the node must answer.
         shard: Of the client's rank.
+        tenant: Whose the client's chunks are.
 
     Raises:
         LinkDown: There is no node, or it does not answer.
     """
 
-    def __init__(self, path: str, name: str, deadline: float, shard: int = 0) -> None:
+    def __init__(self, path: str, name: str, deadline: float, shard: int = 0, tenant: str = "") -> None:
         self.down = False
         self.why = ""
         self._deadline = deadline
@@ -61,7 +62,7 @@ class Link:
             credentials = self._stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             self.node_pid: int = struct.unpack("3i", credentials)[0]
             self._reader = wire.Reader(self._stream)
-            self._stream.sendall(wire.encode(wire.Hello(wire.VERSION, name, shard)))
+            self._stream.sendall(wire.encode(wire.Hello(wire.VERSION, name, shard, tenant)))
             self.welcome, fds = self._receive_welcome()
             # Timeouts of the kernel, so that a receive is one system call.
             self._stream.settimeout(None)

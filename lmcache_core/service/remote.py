@@ -79,7 +79,7 @@ class RemoteClient:
 
     Args:
         path: Of the node's socket.
-        config: Settings of this client: `call_timeout`, and what to assume of a node that has not been seen yet.
+        config: Settings of this client: `call_timeout`, `tenant`, and what to assume of a node that has not been seen yet.
         name: What the node calls this client to people; the program's name by default.
         shard: The part of each chunk that this client copies: that of its rank.
     """
@@ -87,6 +87,7 @@ class RemoteClient:
     def __init__(self, path: str, config: Config, name: str = "", *, shard: int = 0) -> None:
         self.path = path
         self.shard = shard
+        self.tenant = config.tenant
         self.chunk_tokens = config.chunk_tokens
         self.page_tokens = config.page_tokens
         self.retention_tokens = config.retention_tokens
@@ -107,7 +108,7 @@ class RemoteClient:
 
     def _connect(self) -> Link | None:
         try:
-            link = Link(self.path, self._name, self._deadline, self.shard)
+            link = Link(self.path, self._name, self._deadline, self.shard, self.tenant)
         except LinkDown as error:
             self.why = str(error)
             self._log.warning("connect", "%s; what it would give is computed until it is there", error)

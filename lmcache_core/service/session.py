@@ -134,7 +134,10 @@ class Session:
         self.name = hello.name[:100]
         if not 0 <= hello.shard < MOST_SHARDS:
             raise wire.WireError(f"shard {hello.shard} of a chunk; there are at most {MOST_SHARDS}")
+        if hello.tenant and not LABEL.fullmatch(hello.tenant):
+            raise wire.WireError(f"{hello.tenant[:100]!r} is no name of a tenant")
         self._client.shard = hello.shard
+        self._client.tenant = hello.tenant
         client, pool = self._client, self._node.pool
         welcome = wire.Welcome(
             wire.VERSION,

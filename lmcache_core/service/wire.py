@@ -50,6 +50,8 @@ class Hello(_Message, tag=0):
     """For people: what the process is."""
     shard: int
     """Of its rank."""
+    tenant: str = ""
+    """Whose its chunks are; the model's without one."""
 
 
 class Register(_Message, tag=1):

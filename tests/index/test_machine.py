@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
@@ -14,6 +15,7 @@ from lmcache_core.hostpool import Slot
 from lmcache_core.index import POOL, Entry, Geometry, Space, TierRules, tier_bit
 from lmcache_core.index.decisions import Delete, Lease, Read, StorePlan, Touch, Write
 from lmcache_core.index.policy import PolicyName
+from lmcache_core.index.shares import OwnerKind, ShareRules
 from lmcache_core.index.tiers import Admission, WriteMode
 from lmcache_core.namespace import GroupKind
 from lmcache_core.protocols import ReadResult, WriteResult
@@ -59,6 +61,11 @@ class IndexMachine(RuleBasedStateMachine):
     KINDS: Sequence[Geometry] = ()
     """Groups; one full one by default."""
 
+    TENANTS: Sequence[str] = ("",)
+
+    QUOTAS: Mapping[tuple[OwnerKind, str], Mapping[str, int]] = {}
+    """In chunks, by owner and place."""
+
     @initialize(
         slots=st.integers(1, 7),
         policies=st.tuples(*[st.sampled_from(["lru", "s3fifo"])] * 3),
@@ -81,7 +88,19 @@ class IndexMachine(RuleBasedStateMachine):
             "first", modes[0], admit[0], policies[0], chunks * size, remembers_use=True, pending_limit=pending * size
         )
         second = TierRules("second", modes[1], admit[1], policies[1], None, shared=True, evictable=False)
-        self.world = World(slots, [first, second], policy=policies[2], kinds=self.KINDS, lease_timeout=10.0)
+        shares = [
+            ShareRules(kind, name, weight, {place: chunks * size for place, chunks in quotas.items()})
+            for weight, ((kind, name), quotas) in enumerate(self.QUOTAS.items(), 1)
+        ]
+        self.world = World(
+            slots,
+            [first, second],
+            policy=policies[2],
+            kinds=self.KINDS,
+            lease_timeout=10.0,
+            shares=shares,
+            share_timeout=20.0,
+        )
         self.index = self.world.index
         self.plans: list[StorePlan] = []
         self.leases: list[Lease] = []
@@ -112,7 +131,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def store(self) -> None:
         keys = self.prompt()
-        self.world.store(keys, at=self.stops(keys))
+        self.world.store(keys, at=self.stops(keys), tenant=self.rng.choice(self.TENANTS))
 
     def stops(self, keys: list[bytes]) -> list[int]:
         """Boundaries at which a later prompt can stop."""
@@ -121,7 +140,8 @@ class IndexMachine(RuleBasedStateMachine):
     def begin_store(self) -> None:
         if len(self.plans) < 3:
             keys = self.prompt()
-            plan = self.index.plan_store(self.world.spaces, keys, self.stops(keys))
+            tenant = self.rng.choice(self.TENANTS)
+            plan = self.index.plan_store(self.world.spaces, keys, self.stops(keys), tenant=tenant)
             staged = sum(len(reservation.entry.pages) for reservation in plan.reservations)
             assert self.KINDS or staged + plan.present + plan.dropped == len(keys)
             self.plans.append(plan)
@@ -135,7 +155,7 @@ class IndexMachine(RuleBasedStateMachine):
             if self.rng.random() < 0.7:
                 fill(reservation.slot, reservation.entry)
                 self.index.filled(plan, reservation)
-                kept.append(reservation.entry)
+                kept += [reservation.entry] if reservation.published else []
         assert set(self.index.commit(plan)) == set(kept)
 
     def look_up(self) -> None:
@@ -332,6 +352,7 @@ class IndexMachine(RuleBasedStateMachine):
         for space in self.index.spaces.values():
             assert not space._holders
             assert not space.chains
+        assert all(owner.empty for owner in self.index.owners.values())
 
 
 def _tier(decision: object) -> int:
@@ -362,9 +383,21 @@ class HybridMachine(IndexMachine):
         return sorted({len(keys), *self.rng.sample(range(1, len(keys) + 1), self.rng.randrange(min(3, len(keys))))})
 
 
+class TenantsMachine(IndexMachine):
+    """The same used by several tenants, some with quotas."""
+
+    TENANTS = ("", "x", "x", "y", "z")
+    QUOTAS: ClassVar = {
+        ("tenant", "x"): {"cpu": 2, "first": 3},
+        ("tenant", "y"): {"first": 2},
+        ("model", ""): {"cpu": 3},
+    }
+
+
 TestIndexMachine = IndexMachine.TestCase
 TestHybridMachine = HybridMachine.TestCase
-TestIndexMachine.settings = TestHybridMachine.settings = settings(
+TestTenantsMachine = TenantsMachine.TestCase
+TestIndexMachine.settings = TestHybridMachine.settings = TestTenantsMachine.settings = settings(
     max_examples=120,
     stateful_step_count=80,
     deadline=None,

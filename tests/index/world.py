@@ -73,6 +73,8 @@ class WatchedIndex(Index):
     """An index that checks each chunk it evicts to make room."""
 
     evicting = False
+    asking: tuple[Owner, int] | None = None
+    """Who wants room, and how much."""
 
     def watch(self) -> None:
         for tier in self.tiers:
@@ -91,13 +93,18 @@ class WatchedIndex(Index):
         assert not entry.leases or entry.where & ~bit & POOL
         assert entry.where & ~bit or entry.writing or entry.key not in entry.space.chains, "others need the last copy"
         assert entry.load is None or entry.load.late or entry.load.tier != bit.bit_length() - 2
+        if self.asking is not None and self.asking[0] is not entry.owner:
+            place = bit.bit_length() - 1
+            asking, more = self.asking
+            theirs, wanted = entry.owner.shares[place].held, asking.shares[place].held + more
+            assert entry.owner.idle or theirs / entry.owner.weight >= wanted / asking.weight, "taken from who has less"
 
     def allocate(self, form: FrameShape, owner: Owner) -> Slot | None:
-        self.evicting = True
+        self.evicting, self.asking = True, (owner, form.nbytes)
         try:
             return super().allocate(form, owner)
         finally:
-            self.evicting = False
+            self.evicting, self.asking = False, None
 
     def leave_pool(self, entry: Entry) -> None:
         if self.evicting and entry.slot is not None:
@@ -106,11 +113,12 @@ class WatchedIndex(Index):
         super().leave_pool(entry)
 
     def _make_room(self, tier: TierState, needed: int, evicted: list[ChunkKey], new: Entry) -> Refusal | None:
-        before, self.evicting = self.evicting, True
+        before = self.evicting, self.asking
+        self.evicting, self.asking = True, (new.owner, new.nbytes)
         try:
             return super()._make_room(tier, needed, evicted, new)
         finally:
-            self.evicting = before
+            self.evicting, self.asking = before
 
 
 class World:
