@@ -63,9 +63,12 @@ def build_node(source: Source) -> Node:
     node = Node(config, [load_backend(tier.backend).create(tier.options) for tier in config.tiers])
     try:
         if config.metrics.enabled:
+            from lmcache_core.checkup import Checkup
             from lmcache_core.metrics import serve_metrics  # imports Prometheus, for those who want it
 
-            metrics = serve_metrics(DirectClient(node), config)
+            checkup = Checkup(node)
+            checks = {"/healthz": checkup.alive, "/readyz": checkup.ready}
+            metrics = serve_metrics(DirectClient(node), config, checks)
             if metrics is not None:
                 node.servers.append(metrics)
         if config.socket:

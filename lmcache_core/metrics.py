@@ -1,4 +1,4 @@
-"""Metrics of a node in the Prometheus format: read from its counters when somebody asks, and served over HTTP.
+"""Metrics of a node in the Prometheus format, and its health: read when somebody asks, and served over HTTP.
 
 Nothing here is on the path of a request: a scrape calls `Client.stats` once. Each server has a registry of its own, so
 that any number of nodes can live in one process, beside an engine with metrics of its own. There are no rates and no
@@ -12,8 +12,9 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -21,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from lmcache_core import __version__
+from lmcache_core.checkup import Health
 from lmcache_core.client import Client, Stats, TierStats
 from lmcache_core.counts import COUNTERS
 from lmcache_core.errors import ClosedError, ConfigError
@@ -92,6 +94,8 @@ _KNOWN = {
     "dropped_chunks": tuple(reason.value for reason in Refusal),
     "expired_leases": ("lease",),
 }
+Check: TypeAlias = "Callable[[], Health]"
+NO_CHECKS: Mapping[str, Check] = MappingProxyType({})
 _NOTHING = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0.0, (), {})
 
 
@@ -154,16 +158,19 @@ class MetricsServer:
         client: Of the node.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
+        checks: What health probes can ask, by path.
 
     Raises:
         ConfigError: It cannot listen there; the message names the setting.
     """
 
-    def __init__(self, client: Client, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, client: Client, host: str = "127.0.0.1", port: int = 0, checks: Mapping[str, Check] = NO_CHECKS
+    ) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(NodeCollector(client.stats))
         self._server = _listen(host, port)
-        self._server.set_app(_application(self.registry))
+        self._server.set_app(_application(self.registry, checks))
         self.host = host
         self.port = self._server.server_port
         """The port it listens on."""
@@ -198,7 +205,7 @@ class MetricsServer:
             self._server.handle_request()
 
 
-def serve_metrics(client: Client, config: Config) -> MetricsServer | None:
+def serve_metrics(client: Client, config: Config, checks: Mapping[str, Check] = NO_CHECKS) -> MetricsServer | None:
     """The server that a configuration asks for, if it does.
 
     Raises:
@@ -206,7 +213,7 @@ def serve_metrics(client: Client, config: Config) -> MetricsServer | None:
     """
     if not config.metrics.enabled:
         return None
-    return MetricsServer(client, config.metrics.host, config.metrics.port)
+    return MetricsServer(client, config.metrics.host, config.metrics.port, checks)
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
@@ -264,14 +271,20 @@ def _listen(host: str, port: int) -> _Server:
     return server
 
 
-def _application(registry: CollectorRegistry) -> Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]:
+def _application(
+    registry: CollectorRegistry, checks: Mapping[str, Check]
+) -> Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]:
     metrics = make_wsgi_app(registry)
 
     def application(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        if environ["PATH_INFO"] not in (PATH, "/"):
-            return _answer(start, "404 Not Found", f"metrics are at {PATH}")
+        path = environ["PATH_INFO"]
+        if path not in (PATH, "/", *checks):
+            return _answer(start, "404 Not Found", f"there are {', '.join([PATH, *checks])}")
         if environ["REQUEST_METHOD"] != "GET":
             return _answer(start, "405 Method Not Allowed", "use GET")
+        if path in checks:
+            health = checks[path]()
+            return _answer(start, "200 OK" if health.well else "503 Service Unavailable", health.text)
         try:
             answer: Iterable[bytes] = metrics(environ, start)
         except ClosedError as error:

@@ -239,6 +239,14 @@ class Node:
         """
         with self.guard.mutex:
             self.guard.use()
+        self.check_loop()
+
+    def check_loop(self) -> None:
+        """The second half of `check`, without the mutex.
+
+        Raises:
+            BackendError: Its event loop stands still.
+        """
         still = time.monotonic() - self._ticked
         if still > STILL:
             raise BackendError(
