@@ -125,14 +125,6 @@ class Link:
         if not self.down:
             self._let_go.append(request)
 
-    def _send(self, message: bytes) -> None:
-        if self._let_go:
-            first = []
-            while self._let_go:
-                first.append(wire.encode(self._let_go.popleft()))
-            message = b"".join([*first, message])
-        self._stream.sendall(message)
-
     def call(self, request: msgspec.Struct, answer: type[A]) -> A:
         """Send a request and return its answer. See `either`."""
         got = self.either(request, answer)
@@ -147,27 +139,11 @@ class Link:
             LinkDown: None came in time.
             LMCacheError: What the node raised.
         """
-        message = wire.encode(request)
-        if not self._lock.acquire(timeout=self._deadline):
-            raise self.fail("it does not answer in time")
+        body = self._exchange(wire.encode(request), True)
         try:
-            if self.down:
-                raise LinkDown(self.why)
-            self._send(message)
-            body = self._reader.receive()
-            if body is None:
-                raise wire.WireError("it has closed the connection")
             got = wire.decode_answer(body)
-        except (OSError, wire.WireError) as error:
-            late = isinstance(error, BlockingIOError)
-            raise self.fail("it does not answer in time" if late else str(error)) from error
-        except LinkDown:
-            raise
-        except BaseException:  # an interrupt: which answer would come next is not known any more
-            self.fail("a call was interrupted")
-            raise
-        finally:
-            self._lock.release()
+        except wire.WireError as error:
+            raise self.fail(str(error)) from error
         if isinstance(got, answer):
             return got
         if isinstance(got, wire.Failed):
@@ -183,18 +159,34 @@ class Link:
         Raises:
             LinkDown: It cannot be sent.
         """
-        message = wire.encode(request)
+        self._exchange(wire.encode(request), False)
+
+    def _exchange(self, message: bytes, answered: bool) -> bytes:
+        """Send a message, behind what was let go of before, and return the body of its answer if it has one."""
         if not self._lock.acquire(timeout=self._deadline):
             raise self.fail("it does not answer in time")
         try:
             if self.down:
                 raise LinkDown(self.why)
-            self._send(message)
-        except OSError as error:
+            if self._let_go:
+                first = []
+                while self._let_go:
+                    first.append(wire.encode(self._let_go.popleft()))
+                message = b"".join([*first, message])
+            self._stream.sendall(message)
+            if not answered:
+                return b""
+            body = self._reader.receive()
+            if body is None:
+                raise wire.WireError("it has closed the connection")
+            return bytes(body)
+        except BlockingIOError as error:
+            raise self.fail("it does not answer in time") from error
+        except (OSError, wire.WireError) as error:
             raise self.fail(str(error)) from error
         except LinkDown:
             raise
-        except BaseException:  # an interrupt: half a message may be on its way
+        except BaseException:  # an interrupt: half a message may be on its way, or an answer that nobody reads
             self.fail("a call was interrupted")
             raise
         finally:

@@ -79,7 +79,7 @@ class RemoteClient:
 
     Args:
         path: Of the node's socket.
-        config: Settings of this client: `call_timeout`, `tenant`, and what to assume of a node that has not been seen yet.
+        config: Settings of this client: `call_timeout`, `tenant`, and what to assume of a node not seen yet.
         name: What the node calls this client to people; the program's name by default.
         shard: The part of each chunk that this client copies: that of its rank.
     """
