@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lmcache_core.cli.output import Column, Page, add_json_option, is_terminal, print_json
 from lmcache_core.cli.running import DIGITS, Known, add_node_options, connected, namespaces_of, not_there, own_name
-from lmcache_core.client import Stats
+from lmcache_core.client import OwnerStats, Stats
 from lmcache_core.config import Config
 from lmcache_core.errors import LMCacheError
 from lmcache_core.service.remote import RemoteClient
@@ -162,6 +162,8 @@ def page(path: str, seen: Seen, before: Seen | None) -> Page:
     tables = [_tiers(stats)]
     if seen.clients:
         tables.append(_clients(seen.clients))
+    if any(owner.kind == "tenant" for owner in stats.owners):  # else they are the models, which come next
+        tables.append(_owners(stats.owners))
     if seen.namespaces:
         tables.append(_namespaces(seen.namespaces))
     return Page(lines, tables)
@@ -195,6 +197,7 @@ TIERS = [
     *map(_number, ("used", "capacity", "chunks", "queued", "quarantined")),
 ]
 CLIENTS = [Column("client"), *map(_number, ("pid", "shard", "leases", "stores", "age"))]
+OWNERS = [Column("owner"), Column("kind"), Column("use"), Column("stored")]
 NAMESPACES = [Column("namespace"), Column("model"), _number("chunks"), Column("stored")]
 
 
@@ -232,13 +235,23 @@ def _age(seconds: float) -> str:
     return f"{seconds / 86_400:.0f}d"
 
 
+def _owners(owners: Sequence[OwnerStats]) -> _Table:
+    most = sorted(owners, key=lambda owner: -sum(owner.nbytes.values()))
+    rows = [(each.name, each.kind, "idle" if each.idle else "in use", _stored(each.nbytes)) for each in most]
+    return OWNERS, _first(rows)
+
+
+def _stored(nbytes: Mapping[str, int]) -> str:
+    return ", ".join(f"{place} {format_size(held)}" for place, held in nbytes.items() if held) or "nothing"
+
+
 def _namespaces(namespaces: Sequence[Known]) -> _Table:
     rows = [
         (
             each.id[:DIGITS],
             each.model or ("unknown" if each.namespace is None else "no name"),
             f"{each.chunks:,}",
-            ", ".join(f"{place} {format_size(nbytes)}" for place, nbytes in each.nbytes.items() if nbytes) or "nothing",
+            _stored(each.nbytes),
         )
         for each in namespaces
     ]
@@ -301,6 +314,10 @@ def plain(path: str, seen: Seen, before: Seen | None) -> dict[str, object]:
                 "seconds": each.seconds,
             }
             for each in seen.clients
+        ],
+        "owners": [
+            {"kind": each.kind, "name": each.name, "idle": each.idle, "nbytes": dict(each.nbytes)}
+            for each in stats.owners
         ],
         "namespaces": [
             {

@@ -64,14 +64,14 @@ class AtWork(NamedTuple):
     disk: Path
     pid: int
 
-    def engine(self, model: str = "model-a", **settings: Any) -> Cache:
+    def engine(self, model: str = "model-a", tenant: str = "", **settings: Any) -> Cache:
         """What an engine has of it."""
-        client = RemoteClient(str(self.socket), Config(call_timeout=10.0), "engine")
+        client = RemoteClient(str(self.socket), Config(call_timeout=10.0, tenant=tenant), "engine")
         return Cache(client, make_namespace(model), **settings)
 
-    def fill(self, *prompts: list[int], model: str = "model-a") -> None:
+    def fill(self, *prompts: list[int], model: str = "model-a", tenant: str = "") -> None:
         """Leave the KV of prompts with it, as an engine that has ended would."""
-        with self.engine(model) as cache:
+        with self.engine(model, tenant) as cache:
             for number, tokens in enumerate(prompts):
                 assert cache.store(tokens, View(len(tokens), seed=number)).wait(10)
 

@@ -79,6 +79,9 @@ def test_status_in_json_is_what_happened(run: Run, node: AtWork) -> None:
         "stores": 0,
         "seconds": 0,
     }
+    owners = {(each["kind"], each["name"], each["idle"]): each["nbytes"] for each in status["owners"]}
+    assert owners["model", "model-a", False] == {"cpu": 3 * FRAME_BYTES, "disk": 3 * FRAME_BYTES}
+    assert owners["model", "model-b", False] == {"cpu": FRAME_BYTES, "disk": FRAME_BYTES}
     (largest, other) = status["namespaces"]
     namespace = make_namespace("model-a")
     assert largest == {
@@ -121,6 +124,14 @@ def test_status_for_people(run: Run, node: AtWork) -> None:
         "namespace     model    chunks  stored",
         f"{make_namespace('model-a').content.hex()[:12]}  model-a       3  cpu 396KiB, disk 396KiB",
     ]
+
+
+def test_tenants_are_shown_where_there_are_any(run: Run, node: AtWork) -> None:
+    node.fill(prompt_of(1, 1))
+    node.fill(prompt_of(2, 2), tenant="blue")
+    shown = run("status", "--socket", node.socket)
+    assert re.search(r"^blue +tenant +in use +cpu 264KiB, disk 264KiB$", shown.out, flags=re.MULTILINE)
+    assert re.search(r"^model-a +model +in use +cpu 132KiB, disk 132KiB$", shown.out, flags=re.MULTILINE)
 
 
 def test_a_tier_that_is_down_is_a_problem(run: Run, tmp_path: Path) -> None:
