@@ -48,7 +48,7 @@ def build_client(source: Source) -> tuple[Client, str]:
         from lmcache_core.service.remote import RemoteClient
 
         return RemoteClient(socket_path(config.connect), config), config.salt
-    return DirectClient(build_node(config), owns=True, tenant=config.tenant), config.salt
+    return DirectClient(build_node(config), owns=True), config.salt
 
 
 def build_node(source: Source) -> Node:

@@ -99,12 +99,12 @@ class _Filling:
 
 
 class DirectClient:
-    """See `Client`. Closing it closes the node if it `owns` it."""
+    """See `Client`. Closing it closes the node if it `owns` it. By default its tenant is the node's."""
 
-    def __init__(self, node: Node, *, owns: bool = False, shard: int = 0, tenant: str = "") -> None:
+    def __init__(self, node: Node, *, owns: bool = False, shard: int = 0, tenant: str | None = None) -> None:
         self.node = node
         self.shard = shard
-        self.tenant = tenant
+        self.tenant = node.config.tenant if tenant is None else tenant
         self._guard = node.guard
         self.chunk_tokens = node.config.chunk_tokens
         self.page_tokens = node.config.page_tokens

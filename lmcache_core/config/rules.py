@@ -96,10 +96,10 @@ def _problems(config: Config) -> Iterator[tuple[Key, str]]:
     for number, share in enumerate(config.shares):
         key = ("shares", number)
         yield from _share(key, share, list(seen))
-        first = owners.setdefault((share.tenant, share.model), number)
-        if first != number:
+        same = owners.setdefault((share.tenant, share.model), number)
+        if same != number:
             name = share.tenant or share.model
-            yield key, f"{name!r} has a share already, {dotted(('shares', first))}; write what it is due there"
+            yield key, f"{name!r} has a share already, {dotted(('shares', same))}; write what it is due there"
 
 
 def _share(key: Key, share: ShareConfig, tiers: list[str]) -> Iterator[tuple[Key, str]]:

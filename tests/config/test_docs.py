@@ -14,6 +14,7 @@ from lmcache_core.config import (
     CpuConfig,
     Field,
     MetricsConfig,
+    ShareConfig,
     TierConfig,
     fields_of,
     load_config,
@@ -27,6 +28,7 @@ SECTIONS = {
     "`cpu`": CpuConfig,
     "`tiers`": TierConfig,
     "`breaker`": BreakerConfig,
+    "`shares`": ShareConfig,
     "`metrics`": MetricsConfig,
 }
 

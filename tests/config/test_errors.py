@@ -107,6 +107,38 @@ MISTAKES = {
     "a lease of no time": Mistake(
         "lease_timeout: 0s\n", ("tiers.yaml:1: ", "lease_timeout: must be longer than 0", "for example 30s")
     ),
+    "a share of nobody": Mistake(
+        "shares:\n- weight: 2\n",
+        ("tiers.yaml:2: ", "shares[0]: says whose it is by one of two keys", "'tenant: NAME' or 'model: NAME'"),
+    ),
+    "a share of two": Mistake(
+        "shares:\n- tenant: a\n  model: b\n", ("tiers.yaml:2: ", "shares[0]: says whose it is by one of two keys")
+    ),
+    "two shares of one": Mistake(
+        "shares:\n- {tenant: a, weight: 2}\n- {tenant: a, cpu: 1GiB}\n",
+        ("tiers.yaml:3: ", "shares[1]: 'a' has a share already, shares[0]"),
+    ),
+    "a share without weight": Mistake(
+        "shares:\n- {tenant: a, weight: 0}\n",
+        ("tiers.yaml:2: ", "shares[0].weight: 0 is not possible", "greater than 0"),
+    ),
+    "a quota of a tier that is not there": Mistake(
+        DISK + "shares:\n- tenant: a\n  tiers:\n    disc: 1GiB\n",
+        ("tiers.yaml:8: ", "shares[0].tiers.disc: there is no tier 'disc'", "known are fakedisk"),
+    ),
+    "a quota below a chunk": Mistake(
+        "shares:\n- tenant: a\n  cpu: 10\n", ("tiers.yaml:3: ", "shares[0].cpu: 10B cannot hold a chunk", "as in 10GiB")
+    ),
+    "a quota that is no size": Mistake(
+        DISK + "shares:\n- tenant: a\n  tiers: {fakedisk: 1G}\n",
+        ("tiers.yaml:7: ", "shares[0].tiers.fakedisk: '1G' is not a size"),
+    ),
+    "a tenant that is no name": Mistake(
+        "tenant: a b\n", ("tiers.yaml:1: ", "tenant: 'a b' is no name", "up to 64 letters")
+    ),
+    "a share that lasts no time": Mistake(
+        "share_timeout: 0\n", ("tiers.yaml:1: ", "share_timeout: must be longer than 0", "for example 1h")
+    ),
     "a misspelt choice": Mistake(
         DISK + "    write: thru\n",
         (

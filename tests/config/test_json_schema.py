@@ -34,6 +34,8 @@ def test_values() -> None:
     assert properties["page_tokens"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 2**20}
     assert properties["page_tokens"]["default"] == 64
     assert properties["metrics"]["properties"]["enabled"]["anyOf"][0] == {"type": "boolean"}
+    quotas = properties["shares"]["items"]["properties"]["tiers"]
+    assert quotas["additionalProperties"]["anyOf"] == capacity["anyOf"]
     assert properties["salt"]["type"] == "string"
     assert "default" not in properties["salt"]
     for field in fields_of(Config):

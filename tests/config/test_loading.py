@@ -18,6 +18,7 @@ from lmcache_core.config import (
     InvalidSetting,
     LoadedConfig,
     MetricsConfig,
+    ShareConfig,
     TierConfig,
     check,
     load_config,
@@ -303,6 +304,26 @@ def test_passwords_in_urls_are_masked_when_shown() -> None:
     assert "ter2" not in repr(load("salt: hunter2\n"))
 
 
+def test_shares_of_owners() -> None:
+    loaded = load(
+        "tiers: [{backend: fakedisk, path: /a, capacity: 1TB}]\ntenant: acme\nshares:\n- tenant: acme\n  weight: 2\n"
+        "  tiers: {fakedisk: 100GiB}\n- model: org/llama\n  cpu: 10GiB\n"
+    )
+    assert loaded.config.tenant == "acme"
+    assert loaded.config.shares == (
+        ShareConfig(tenant="acme", weight=2, tiers={"fakedisk": 100 * 2**30}),
+        ShareConfig(model="org/llama", cpu=10 * 2**30),
+    )
+    assert shown(loaded)["shares[0].tiers"] == ("{fakedisk: 100GiB}", "tiers.yaml:6")
+    assert shown(loaded)["shares[1].cpu"] == ("10GiB", "tiers.yaml:8")
+    check(loaded.config)
+
+
+def test_a_share_from_the_environment() -> None:
+    env = {"LMCACHE_CORE_SHARES__0__TENANT": "acme", "LMCACHE_CORE_SHARES__0__CPU": "1GiB"}
+    assert load_config("", env=env).config.shares == (ShareConfig(tenant="acme", cpu=2**30),)
+
+
 def test_what_is_shown() -> None:
     loaded = load("cpu:\n  capacity: 20GiB\ntiers:\n- backend: fakedisk\n  path: /a\n  capacity: 500GB\n")
     assert [tuple(setting[:3]) for setting in show(loaded)] == [
@@ -330,6 +351,9 @@ def test_what_is_shown() -> None:
         ("tiers[0].patience", "none", "default"),
         ("tiers[0].mode", "fast", "default"),
         ("salt", "''", "default"),
+        ("tenant", "''", "default"),
+        ("shares", "[]", "default"),
+        ("share_timeout", "1h", "default"),
         ("socket", "''", "default"),
         ("connect", "''", "default"),
         ("call_timeout", "1s", "default"),

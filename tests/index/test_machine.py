@@ -63,7 +63,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     TENANTS: Sequence[str] = ("",)
 
-    QUOTAS: Mapping[tuple[OwnerKind, str], Mapping[str, int]] = {}
+    QUOTAS: ClassVar[Mapping[tuple[OwnerKind, str], Mapping[str, int]]] = {}
     """In chunks, by owner and place."""
 
     @initialize(
