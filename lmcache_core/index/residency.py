@@ -16,7 +16,7 @@ from lmcache_core.hostpool import HostPool, Slot
 from lmcache_core.index.decisions import Decision, Delete, Refusal, Write
 from lmcache_core.index.entries import POOL, Entry
 from lmcache_core.index.policy import PolicyName
-from lmcache_core.index.shares import MOST_SKIPPED, Owner, OwnerKind, ShareRules, Shares
+from lmcache_core.index.shares import MOST_SKIPPED, Owner, OwnerKind, Share, ShareRules, Shares
 from lmcache_core.index.tiers import TierRules, TierState
 from lmcache_core.protocols import ChunkKey, WriteResult
 
@@ -92,25 +92,51 @@ class Residency:
         is no room at once; if that is because what may go is not worth it, none goes."""
         share = owner.shares[0]
         nbytes = form.nbytes
-        if share.quota is not None and share.held + nbytes > share.quota and not self._shed(owner, nbytes):
+        if share.quota is not None and share.over(nbytes) > 0 and not self._shed(share, nbytes):
             self.counts.add("dropped_chunks", Refusal.QUOTA.value)
             return None
         slot = self.pool.allocate(form)
-        if slot is None and nbytes <= self.pool.usable:
-            slot = self._allocate_in_place(form, owner)
-        if slot is None:
-            self.counts.add("dropped_chunks", Refusal.POOL_FULL.value)
-            return None
-        share.held += nbytes
-        return slot
-
-    def _shed(self, owner: Owner, more: int) -> bool:
-        """Have an owner's own chunks leave the pool until `more` bytes are within its quota."""
-        over = owner.shares[0].over(more)
+        if slot is not None:
+            share.held += nbytes
+            return slot
+        needed: int | None = None
         victims: list[Entry] = []
         unlinked: list[Entry] = []
         skipped = 0
-        for candidate in owner.shares[0].order.candidates():
+        for candidate in self.policy.candidates(owner, nbytes) if nbytes <= self.pool.usable else ():
+            entry = self._pool_victim(candidate)
+            if entry is None:
+                skipped += 1
+                if skipped > MOST_SKIPPED * len(self.owners):
+                    break
+                continue
+            if entry.nbytes < nbytes:
+                needed = nbytes - self.pool.usable + self.pool.used if needed is None else needed
+                needed -= entry.nbytes
+                if needed > 0:
+                    self._set_aside(self.policy, POOL, entry, victims, unlinked)
+                    continue
+            if victims:
+                self._leave_for_others(victims)
+                victims.clear()
+            self.leave_pool(entry)
+            self.counts.add("evicted_chunks", CPU)
+            slot = self.pool.allocate(form)
+            if slot is not None:
+                share.held += nbytes
+                return slot
+        if victims:
+            self._put_back(self.policy, victims, unlinked)
+        self.counts.add("dropped_chunks", Refusal.POOL_FULL.value)
+        return None
+
+    def _shed(self, share: Share, more: int) -> bool:
+        """Have an owner's own chunks leave the pool until `more` bytes are within its quota."""
+        over = share.over(more)
+        victims: list[Entry] = []
+        unlinked: list[Entry] = []
+        skipped = 0
+        for candidate in share.order.candidates():
             entry = self._pool_victim(candidate)
             if entry is None:
                 skipped += 1
@@ -124,36 +150,6 @@ class Residency:
                 return True
         self._put_back(self.policy, victims, unlinked)
         return False
-
-    def _allocate_in_place(self, form: FrameShape, owner: Owner) -> Slot | None:
-        needed: int | None = None
-        victims: list[Entry] = []
-        unlinked: list[Entry] = []
-        skipped, most = 0, MOST_SKIPPED * len(self.owners)
-        for candidate in self.policy.candidates(owner, form.nbytes):
-            entry = self._pool_victim(candidate)
-            if entry is None:
-                skipped += 1
-                if skipped > most:
-                    break
-                continue
-            if entry.nbytes < form.nbytes:
-                needed = form.nbytes - self.pool.usable + self.pool.used if needed is None else needed
-                needed -= entry.nbytes
-                if needed > 0:
-                    self._set_aside(self.policy, POOL, entry, victims, unlinked)
-                    continue
-            if victims:
-                self._leave_for_others(victims)
-                victims.clear()
-            self.leave_pool(entry)
-            self.counts.add("evicted_chunks", CPU)
-            slot = self.pool.allocate(form)
-            if slot is not None:
-                return slot
-        if victims:
-            self._put_back(self.policy, victims, unlinked)
-        return None
 
     def _leave_for_others(self, victims: Sequence[Entry]) -> None:
         for victim in victims:
