@@ -25,6 +25,7 @@ from lmcache_core.units import format_size
 
 _BATCH = 256
 _BOUNDLESS = 1 << 50
+READ_ONLY = "it is only read (write: never); clear it where it is written"
 
 
 class _Target(NamedTuple):
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     if owners:
         with node_of_process(arguments, owners) as node:
             if node is not None:
-                return _clear_node(arguments, node, _places(arguments, node, targets))
+                return _clear_node(arguments, node, _places(arguments, node, targets), _read_only(targets))
     for target in targets:
         _refuse_if_in_use(target, seen[target.name])
     wanted = None
@@ -103,19 +104,27 @@ def run(arguments: argparse.Namespace) -> int:
 def _places(arguments: argparse.Namespace, node: RemoteClient, targets: Sequence[_Target]) -> list[str] | None:
     if arguments.path is not None:
         return [tier_of_path(node, targets[0].paths[0], None)]
-    return ["cpu", *(target.name for target in targets)] if arguments.tier is None else list(arguments.tier)
+    memory = ["cpu"] if arguments.tier is None else []
+    return memory + [target.name for target in targets if not target.read_only]
 
 
-def _clear_node(arguments: argparse.Namespace, node: RemoteClient, tiers: Sequence[str] | None) -> int:
+def _read_only(targets: Sequence[_Target]) -> list[_Outcome]:
+    return [_Outcome(target.name, 0, 0, READ_ONLY) for target in targets if target.read_only]
+
+
+def _clear_node(
+    arguments: argparse.Namespace, node: RemoteClient, tiers: Sequence[str] | None, left: Sequence[_Outcome] = ()
+) -> int:
     known, shares = holdings(node, arguments.namespace, tiers)
     if not arguments.yes:
-        told = [(share.tier, None if share.chunks is None else share.chunks, share.nbytes) for share in shares]
+        told = [(share.tier, share.chunks, share.nbytes) for share in shares]
         print_note(f"the node at {node.path}:")
         if not _agreed(told):
             return 1
     cleared = clear_node(node, known, shares)
-    _tell([_Outcome(share.tier, share.chunks or 0, share.nbytes, None) for share in cleared], as_json=arguments.json)
-    return 0
+    outcomes = [_Outcome(share.tier, share.chunks or 0, share.nbytes, None) for share in cleared]
+    _tell([*outcomes, *left], as_json=arguments.json)
+    return 1 if left else 0
 
 
 def _path(text: str) -> _Target:
@@ -194,7 +203,7 @@ def _agreed(told: Sequence[tuple[str, int | None, int | None]]) -> bool:
 
 def _clear(target: _Target, found: Sequence[Inspected], wanted: Space | None) -> _Outcome:
     if target.read_only:
-        return _Outcome(target.name, 0, 0, "it is only read (write: never); clear it where it is written")
+        return _Outcome(target.name, 0, 0, READ_ONLY)
     if target.paths and not any(inspected.shards for inspected in found):
         return _Outcome(target.name, 0, 0, None)  # opening it would make it
     backend = load_backend(target.backend).create(target.options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,11 +31,12 @@ class Share(NamedTuple):
 @contextmanager
 def node_of_process(arguments: argparse.Namespace, pids: set[str]) -> Iterator[RemoteClient | None]:
     """The node whose socket the configuration names, if one of these processes is it and no other has a share."""
-    try:
-        with connected(arguments, must=False) as (client, _):
-            yield client if client.node_pid and {str(client.node_pid)} == pids else None
-    except ConfigError:  # of what the environment names; the command does not need it
-        yield None
+    with ExitStack() as stack:
+        node = None
+        with suppress(ConfigError):  # of what the environment names; the command does not need it
+            client, _ = stack.enter_context(connected(arguments, must=False))
+            node = client if client.node_pid and {str(client.node_pid)} == pids else None
+        yield node
 
 
 def tier_of_path(client: RemoteClient, path: Path, config: str | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,21 @@ def test_every_argument_is_in_the_page_and_no_other(name: str) -> None:
     assert found.keys() == wanted.keys(), f"docs/cli.md, {name}: rows must be for {list(wanted)}"
     if name != "lmcache-core demo":  # its defaults depend on the machine
         assert found == {argument: sentence(text) for argument, text in wanted.items()}
+
+
+def shown_commands() -> list[str]:
+    """Command lines that the documentation shows."""
+    pages = [*PAGE.parent.glob("*.md"), PAGE.parents[1] / "README.md"]
+    found = [
+        re.findall(r"^(?:\$ )?(lmcache-core [a-z][^#\n>]*)", page.read_text(), flags=re.MULTILINE) for page in pages
+    ]
+    return sorted({line.strip() for lines in found for line in lines} - {"lmcache-core COMMAND --help"})
+
+
+@pytest.mark.parametrize("line", shown_commands())
+def test_command_lines_that_are_shown_are_understood(line: str) -> None:
+    words = shlex.split(line)[1:]
+    assert make_parser(words[0]).parse_args(words).command == words[0]
 
 
 @pytest.mark.parametrize("name", COMMAND_PARSERS)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import os
 import socket
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,16 @@ import pytest
 from lmcache_backends.disk.inspection import inspect_path
 from lmcache_core import Cache
 from lmcache_core.cli.prompts import read_tokens
+from lmcache_core.config import Config, CpuConfig, TierConfig
+from lmcache_core.direct import DirectClient
 from lmcache_core.errors import LMCacheError
+from lmcache_core.node import Node
+from lmcache_core.protocols import ChunkKey, ReadResult
+from lmcache_core.service.server import NodeServer
 from tests.cli.conftest import AtWork, Run
-from tests.cli.kv import FRAME_BYTES, View, make_namespace, prompt_of, settings
+from tests.cli.kv import CHUNK_TOKENS, FRAME_BYTES, PAGE_TOKENS, View, fill, make_namespace, prompt_of, settings
 from tests.node.kv import until
+from tests.node.shelf import Shelf
 
 COMMANDS_OF_PROMPTS = ["lookup", "prefetch", "pin", "unpin", "evict"]
 
@@ -79,6 +89,37 @@ def test_a_prompt_is_brought_to_memory(run: Run, node: AtWork, prompt: Path) -> 
     refused = run("prefetch", prompt, "--socket", node.socket, "--to", "moon")
     assert (refused.code, refused.out) == (1, "")
     assert refused.err == "lmcache-core: error: there is no tier 'moon'; this node has cpu, disk\n"
+
+
+def test_a_prefetch_that_takes_too_long_goes_on(run: Run, tmp_path: Path, prompt: Path) -> None:
+    shelf = Stuck()
+    path = tmp_path / "slow.sock"
+    rules = TierConfig(backend="test", name="slow")
+    cpu = CpuConfig(capacity=16 * FRAME_BYTES)
+    config = Config(chunk_tokens=CHUNK_TOKENS, page_tokens=PAGE_TOKENS, cpu=cpu, tiers=(rules,), call_timeout=10.0)
+    node = Node(config, [shelf])
+    node.servers.append(NodeServer(node, str(path)))
+    with Cache(DirectClient(node, owns=True), make_namespace("model-a")) as cache:
+        tokens = prompt_of(1, 3)
+        assert cache.store(tokens, View(len(tokens), seed=1)).wait(10)
+        cache.evict(tokens, ["cpu"])
+        late = run("prefetch", prompt, "--socket", path, "--timeout", "50ms")
+        assert (late.code, late.out) == (1, "it is not all on cpu within 50ms; it goes on\n")
+        assert cache.lookup(tokens).tiers == {"slow": 48}
+        shelf.go_on.set()
+        until(lambda: cache.lookup(tokens).tiers == {"cpu": 48})
+
+
+class Stuck(Shelf):
+    """Reads wait until they may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
+        await asyncio.to_thread(self.go_on.wait)
+        return await super().read(keys, into)
 
 
 def test_a_pin_outlives_its_command_and_unpin_undoes_it(run: Run, node: AtWork, prompt: Path) -> None:
@@ -206,6 +247,56 @@ def test_an_owner_who_is_another_than_the_node_is_left_alone(run: Run, process: 
         assert (refused.code, refused.out) == (1, "")
         assert f"other is in use by process {os.getpid()} " in refused.err
         assert cache.lookup(prompt_of(1, 1)).tiers == {"cpu": 16}
+
+
+def test_a_tier_that_is_only_read_is_left_alone(run: Run, tmp_path: Path) -> None:
+    seed = tmp_path / "seed"
+    fill(seed, [prompt_of(2, 1)], "model-a")
+    config = settings(tmp_path / "disk", seed, socket=str(tmp_path / "s"))
+    config["tiers"][1]["write"] = "never"
+    file = tmp_path / "tiers.yaml"
+    file.write_text(json.dumps(config))
+    with Cache.open(config, make_namespace("model-a")) as cache:
+        assert cache.store(prompt_of(1, 1), View(16, seed=1)).wait(10)
+        cleared = run("clear", "--config", file, "--yes")
+        assert cleared.code == 1
+        assert cleared.lines == ["cpu: 1 chunks deleted, 132KiB", "disk: 1 chunks deleted, 132KiB"]
+        assert cleared.err == "seed: not cleared: it is only read (write: never); clear it where it is written\n"
+        assert cache.lookup(prompt_of(2, 1)).tiers == {"seed": 16}
+
+
+def test_a_tier_that_the_node_does_not_have_is_an_error(run: Run, process: AtWork, tmp_path: Path) -> None:
+    process.fill(prompt_of(1, 1))
+    file = tmp_path / "more.yaml"
+    file.write_text(json.dumps(settings(process.disk, tmp_path / "more", socket=str(process.socket))))
+    refused = run("clear", "--config", file, "--yes")
+    assert (refused.code, refused.out) == (1, "")
+    assert refused.err == "lmcache-core: error: there is no tier 'more'; this node has cpu, disk\n"
+    assert len(list(inspect_path(process.disk).entries())) == 1
+
+
+def test_a_configuration_of_the_environment_that_is_wrong_keeps_nobody_from_clearing(
+    run: Run, process: AtWork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMCACHE_CORE_CONNECT", "/" + 200 * "x")
+    process.fill(prompt_of(1, 1))
+    refused = run("clear", process.disk, "--yes")
+    assert f"{process.disk} is in use by process {process.pid} " in refused.err
+
+
+def test_a_clear_asks_first(run: Run, process: AtWork, monkeypatch: pytest.MonkeyPatch) -> None:
+    process.fill(prompt_of(1, 1))
+    assert run("clear", "--socket", process.socket).code == 2, "nobody can be asked"
+    for answer, code, left in (("n\n", 1, 1), ("y\n", 0, 0)):
+        stdin = io.StringIO(answer)
+        monkeypatch.setattr(stdin, "isatty", lambda: True)
+        monkeypatch.setattr("sys.stdin", stdin)
+        cleared = run("clear", "--socket", process.socket)
+        assert cleared.code == code
+        assert cleared.err == (
+            f"the node at {process.socket}:\ncpu: 1 chunks, 132KiB\ndisk: 1 chunks, 132KiB\nDelete them? [y/N] "
+        )
+        assert len(list(inspect_path(process.disk).entries())) == left
 
 
 @pytest.mark.parametrize("words", [["--socket", "s", "PATH"], ["PATH", "--config", "f"], ["PATH", "--tier", "disk"]])
