@@ -16,7 +16,7 @@ from lmcache_core.cli.clear_node import clear_node, holdings, node_of_process, t
 from lmcache_core.cli.disk_cache import Inspected, Shard, Space, can_be_inspected, look, namespaces, the_one_named
 from lmcache_core.cli.loading import load_usable
 from lmcache_core.cli.output import add_json_option, print_json, print_note, visible
-from lmcache_core.cli.running import connected
+from lmcache_core.cli.running import connected, settings_of
 from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.plugins import load_backend
 from lmcache_core.protocols import Scannable, StorageBackend
@@ -115,7 +115,7 @@ def _read_only(targets: Sequence[_Target]) -> list[_Outcome]:
 def _clear_node(
     arguments: argparse.Namespace, node: RemoteClient, tiers: Sequence[str] | None, left: Sequence[_Outcome] = ()
 ) -> int:
-    known, shares = holdings(node, arguments.namespace, tiers)
+    known, shares = holdings(node, arguments.namespace, tiers, settings_of(arguments)[1])
     if not arguments.yes:
         told = [(share.tier, share.chunks, share.nbytes) for share in shares]
         print_note(f"the node at {node.path}:")

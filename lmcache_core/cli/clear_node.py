@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lmcache_core.cli.disk_cache import can_be_inspected
 from lmcache_core.cli.running import Known, connected, namespaces_of, registered, the_namespace
-from lmcache_core.config import load_config
+from lmcache_core.config import Config, load_config
 from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.service.remote import RemoteClient
 
@@ -58,14 +58,16 @@ def tier_of_path(client: RemoteClient, path: Path, config: str | None) -> str:
     return disks[0]
 
 
-def holdings(client: RemoteClient, name: str | None, tiers: Sequence[str] | None) -> tuple[Known | None, list[Share]]:
+def holdings(
+    client: RemoteClient, name: str | None, tiers: Sequence[str] | None, config: Config
+) -> tuple[Known | None, list[Share]]:
     """What a clear would delete: the namespace, if one is named, and what is held by tier.
 
     Raises:
         LMCacheError: There is no such namespace, or no such tier.
     """
     stats = client.stats()
-    known = None if name is None else the_namespace(client, name)
+    known = None if name is None else the_namespace(client, name, config)
     if known is not None:
         registered(known)
     chunks = {"cpu": stats.chunks} | {tier.name: tier.chunks for tier in stats.tiers}

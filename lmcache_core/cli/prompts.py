@@ -70,7 +70,7 @@ def at_node(arguments: argparse.Namespace) -> Iterator[AtNode]:
     """
     tokens = read_tokens(arguments.file, arguments.tokenizer)
     with connected(arguments) as (client, config):
-        namespace = registered(the_namespace(client, arguments.namespace))
+        namespace = registered(the_namespace(client, arguments.namespace, config))
         cache = Cache(client, namespace, salt=config.salt)
         yield AtNode(client, config, cache, cache.prompt(tokens, salt=arguments.salt, adapter=arguments.adapter))
 

@@ -6,12 +6,13 @@ import argparse
 import logging
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
-from lmcache_core.cli.disk_cache import the_one_named
+from lmcache_core.cli.disk_cache import can_be_inspected, look, the_one_named
 from lmcache_core.cli.output import visible
 from lmcache_core.client import SpaceStats
 from lmcache_core.config import Config, load_config
@@ -33,6 +34,7 @@ __all__ = [
     "the_namespace",
 ]
 
+NO_MANIFESTS: Mapping[bytes, bytes] = MappingProxyType({})
 DIGITS = 12
 """Hex digits of a namespace that people are shown."""
 
@@ -47,7 +49,7 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="the YAML file, for socket and salt; by default the one that LMCACHE_CORE_CONFIG names",
+        help="the YAML file, for socket, salt and disk tiers; by default the one that LMCACHE_CORE_CONFIG names",
     )
 
 
@@ -143,32 +145,51 @@ class Known:
             self.nbytes[place] = self.nbytes.get(place, 0) + nbytes
 
 
-def namespaces_of(spaces: Iterable[SpaceStats]) -> list[Known]:
-    """The namespaces of a node, the largest first."""
+def namespaces_of(spaces: Iterable[SpaceStats], manifests: Mapping[bytes, bytes] = NO_MANIFESTS) -> list[Known]:
+    """The namespaces of a node, the largest first. `manifests` are of those that nobody has registered, by digest."""
     found: dict[bytes, Known] = {}
     for space in spaces:
-        namespace = _read(space.manifest)
+        namespace = _read(space.digest, space.manifest or manifests.get(space.digest, b""))
         digests = [space.digest]
         if namespace is not None:
-            digests = [namespace.space(number) for number in range(len(namespace.groups))]
+            digests = _digests(namespace)
         found.setdefault(digests[0], Known(namespace, digests)).add(space)
     return sorted(found.values(), key=lambda known: (-sum(known.nbytes.values()), known.id))
 
 
-def _read(manifest: bytes) -> Namespace | None:
+def _digests(namespace: Namespace) -> list[bytes]:
+    return [namespace.space(number) for number in range(len(namespace.groups))]
+
+
+def _read(digest: bytes, manifest: bytes) -> Namespace | None:
     try:
-        return Namespace.from_manifest(manifest)
+        namespace = Namespace.from_manifest(manifest)
     except LayoutError:
         return None  # shown under the bare digest
+    return namespace if digest in _digests(namespace) else None
 
 
-def the_namespace(client: RemoteClient, name: str | None) -> Known:
-    """The namespace that a name of a model or the first digits of a digest mean; without any, the only one.
+def manifests_below(config: Config) -> dict[bytes, bytes]:
+    """What lies beside the chunks on the disk tiers of a configuration, by digest."""
+    found: dict[bytes, bytes] = {}
+    for tier in config.tiers:
+        for path in tier.options.paths() if can_be_inspected(tier.backend) else ():
+            with suppress(BackendError):  # there is none yet, or it cannot be read
+                found |= look(Path(path)).manifests
+    return found
+
+
+def the_namespace(client: RemoteClient, name: str | None, config: Config) -> Known:
+    """The namespace that a name of a model or the first digits of a digest mean; without any, the only one. One that
+    nobody has registered is known by its manifest, if it is on a disk tier of the configuration.
 
     Raises:
         LMCacheError: There is none, or several. The message says which there are.
     """
-    known = namespaces_of(client.spaces())
+    spaces = client.spaces()
+    known = namespaces_of(spaces)
+    if any(each.namespace is None for each in known):
+        known = namespaces_of(spaces, manifests_below(config))
     if name is not None:
         found = the_one_named(name, known)
         if found is None:
@@ -189,11 +210,15 @@ def registered(known: Known) -> Namespace:
     """
     if known.namespace is None:
         raise LMCacheError(
-            f"nobody has told this node what {known.id[:DIGITS]} is of since it started; its prompts can be named once "
-            "an engine has used it"
+            f"no engine has told this node what {known.id[:DIGITS]} is of since it started; name the configuration "
+            "that has the node's tiers with --config"
         )
     return known.namespace
 
 
+def _nameless(known: Known) -> str:
+    return "unknown" if known.namespace is None else "no name"
+
+
 def _listed(known: Sequence[Known]) -> str:
-    return ", ".join(f"{visible(each.model) or 'no name'} ({each.id[:DIGITS]})" for each in known) or "none"
+    return ", ".join(f"{visible(each.model) or _nameless(each)} ({each.id[:DIGITS]})" for each in known) or "none"

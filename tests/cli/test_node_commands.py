@@ -28,6 +28,7 @@ from tests.cli.conftest import AtWork, Run
 from tests.cli.kv import CHUNK_TOKENS, FRAME_BYTES, PAGE_TOKENS, View, fill, make_namespace, prompt_of, settings
 from tests.node.kv import until
 from tests.node.shelf import Shelf
+from tests.service.kit import serving
 
 COMMANDS_OF_PROMPTS = ["lookup", "prefetch", "pin", "unpin", "evict"]
 
@@ -389,6 +390,30 @@ def test_a_node_that_no_engine_has_used_knows_no_model(run: Run, process: AtWork
     assert refused.err == (
         f"lmcache-core: error: the node at {process.socket} knows of no model yet; an engine must have used it first\n"
     )
+
+
+def test_what_a_restarted_node_has_on_disk_can_be_brought_to_memory_before_engines_come(
+    run: Run, tmp_path: Path, prompt: Path
+) -> None:
+    config = settings(tmp_path / "disk", cpu="4MiB")
+    with serving(tmp_path, **config) as (first, path):
+        AtWork(path, tmp_path / "disk", first.process.pid).fill(prompt_of(1, 3))
+        assert first.stop() == 0
+    with serving(tmp_path, **config) as (second, path):
+        node = AtWork(path, tmp_path / "disk", second.process.pid)
+        (known,) = ask(run, node, "status")["namespaces"]
+        assert (known["model"], known["chunks"]) == (None, 3)
+        assert "unknown" in run("status", "--socket", path).out
+        refused = run("lookup", prompt, "--socket", path)
+        assert (refused.code, refused.out) == (1, "")
+        assert refused.err == (
+            f"lmcache-core: error: no engine has told this node what {known['id'][:12]} is of since it started; name "
+            "the configuration that has the node's tiers with --config\n"
+        )
+        file = path.with_name(f"{path.name}.yaml")  # the node's own
+        there = ask(run, node, "prefetch", prompt, "--config", file, "--namespace", "model-a")
+        assert there["there"] == 48
+        assert ask(run, node, "lookup", prompt)["tiers"]["cpu"]["holds"] == 48, "the node knows it from now on"
 
 
 def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
