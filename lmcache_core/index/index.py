@@ -215,7 +215,7 @@ class Index(Loading):
     def plan_more(self, plan: StorePlan, most: int | None = None) -> None:
         """Reserve room for the next `most` chunks of a plan, all by default."""
         left = len(plan.rest) if most is None else min(most, len(plan.rest))
-        tenant = self.owner("tenant", plan.tenant) if plan.tenant else None
+        tenant = self.tenant(plan.tenant) if plan.tenant else None
         try:
             for _ in range(left):
                 self._plan_chunk(plan, tenant, *plan.rest.popleft())
@@ -374,9 +374,9 @@ class Index(Loading):
         for owner in list(self.owners.values()):
             if owner.used:
                 owner.used, owner.since = False, now
-            owner.idle = now - owner.since > self._share_timeout
-            if owner.kind != "model" and (owner.idle or owner.kind == "unclaimed") and owner.empty:
+            elif owner.kind != "model" and owner.empty:
                 self._forget_owner(owner)
+            owner.idle = now - owner.since > self._share_timeout
         for tier in self.tiers:
             if tier.up and tier.touched:
                 self.out.append(Touch(tier.number, list(tier.touched)))

@@ -26,6 +26,9 @@ MOST_PINNED = 4096
 MOST_SHED = 4096
 """Chunks that leave a tier at once because its capacity has become smaller: the mutex is held meanwhile."""
 
+MOST_OWNERS = 1024
+"""Owners that tenants are added to: each is looked at when room is wanted."""
+
 CPU = "cpu"
 """Label of the host pool."""
 
@@ -67,6 +70,11 @@ class Residency:
             for tier in self.tiers:
                 tier.policy.add_owner(owner, rules.quotas.get(tier.rules.name))
         return owner
+
+    def tenant(self, name: str) -> Owner | None:
+        """A tenant by its name. None if there are too many: its chunks are their model's then."""
+        known = ("tenant", name) in self.owners or len(self.owners) < MOST_OWNERS
+        return self.owner("tenant", name) if known else None
 
     def _forget_owner(self, owner: Owner) -> None:
         del self.owners[owner.kind, owner.name]

@@ -11,7 +11,7 @@ With one owner all this is its order of eviction and a sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -81,6 +81,11 @@ class Share:
         self.aside = 0
         """Bytes of these that have been chosen to leave, while more are looked for."""
         self.quota = quota
+
+    def level(self, more: int = 0) -> float:
+        """What it holds, and `more`, for its weight; of an owner that is idle it is beyond all measure."""
+        owner = self.owner
+        return math.inf if owner.idle and not owner.used else (self.held - self.aside + more) / owner.weight
 
     def over(self, more: int) -> int:
         """Bytes that must go before `more` are within its quota; 0 or less when they are."""
@@ -168,25 +173,15 @@ class Shares:
             return shares[0].order.candidates()
         return self._by_share(shares, None if asking is None else asking.shares[self.place], more)
 
-    def _by_share(self, shares: list[Share], mine: Share | None, more: int) -> Iterator[Entry]:
+    def _by_share(self, left: list[Share], mine: Share | None, more: int) -> Iterator[Entry]:
         searches: dict[Share, _Search] = {}
-        left = list(shares)
-
-        def level(share: Share) -> float:
-            owner = share.owner
-            if owner.idle and not owner.used:
-                return math.inf
-            held = share.held - share.aside
-            return (held + more if share is mine else held) / owner.weight
-
-        def rank(share: Share) -> tuple[float, bool, float]:
-            return level(share), share is mine, -share.owner.since
-
         while left:
-            share = max(left, key=rank)
-            if mine is not None and share is not mine and level(share) < level(mine):
+            share = _first(left, mine, more)
+            if mine is not None and share is not mine and share.level() < mine.level(more):
                 return
-            search = searches.get(share) or searches.setdefault(share, _Search(share))
+            search = searches.get(share)
+            if search is None:
+                search = searches[share] = _Search(share.order)
             entry = search.next()
             if entry is None:
                 left.remove(share)
@@ -194,13 +189,35 @@ class Shares:
                 yield entry
 
 
+def _first(shares: Iterable[Share], mine: Share | None, more: int) -> Share:
+    """The one that holds most for its weight, `mine` with `more`; of equal ones mine, else that used longest ago. A
+    plain loop, since each chunk that is evicted costs one."""
+    first, most = None, -1.0
+    for share in shares:
+        owner = share.owner
+        if share is mine:
+            level = share.level(more)
+        elif owner.idle:
+            level = share.level()
+        else:
+            level = (share.held - share.aside) / owner.weight
+        if level > most or (
+            level == most and (share is mine or (first is not mine and first and owner.since < first.owner.since))
+        ):
+            first, most = share, level
+    assert first is not None
+    return first
+
+
 class _Search:
     """A search for room among the chunks of one owner."""
 
-    def __init__(self, share: Share) -> None:
-        self._order = share.order
-        self._candidates = share.order.candidates()
-        self._chunks = len(share.order)
+    __slots__ = ("_candidates", "_chunks", "_offered", "_order")
+
+    def __init__(self, order: Policy) -> None:
+        self._order = order
+        self._candidates = order.candidates()
+        self._chunks = len(order)
         self._offered = 0
 
     def next(self) -> Entry | None:

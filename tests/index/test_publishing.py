@@ -3,9 +3,9 @@
 import pytest
 
 from lmcache_core.errors import UsageError
-from lmcache_core.index import TierRules
+from lmcache_core.index import POOL, TierRules
 from lmcache_core.index.decisions import Write
-from tests.index.world import World, prompt
+from tests.index.world import CHUNK_PAGES, World, prompt
 
 LONG = prompt(*"abcdefghijkl")  # three chunks
 OTHER = prompt(*"mnop")
@@ -64,4 +64,26 @@ def test_a_chunk_that_is_cleared_meanwhile_is_gone() -> None:
     assert world.pages(LONG) == 0
     world.index.clear(world.spaces, -1)
     assert world.pool.slots == 0
+    world.check_accounts()
+
+
+def test_a_chunk_that_has_become_readable_meanwhile_stays_as_it_is() -> None:
+    """It left the pool while it was being written, and is stored again before that has ended."""
+    world = World(4, [TierRules("disk")])
+    keys = prompt(*"abcd")
+    world.store(keys)
+    (first,) = world.entries()
+    world.index.evict([first], POOL)
+    plan = world.index.plan_store(world.spaces, keys)
+    (again,) = plan.reservations
+    world.run()
+    world.index.pin(piece.entry for piece in world.find(keys).pieces)
+    lease = world.index.lease(world.find(keys))
+    world.fill(plan, again)
+    assert world.index.commit(plan) == []
+    assert (plan.present, again.published, world.pool.slots) == (CHUNK_PAGES, False, 0)
+    assert [piece.entry for piece in world.find(keys).pieces] == [first]
+    assert first.pins == first.leases == 1
+    assert world.index.arrived(plan)
+    world.index.release(lease)
     world.check_accounts()

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from lmcache_core.index import POOL, Entry, Geometry, Space, TierRules, tier_bit
+from lmcache_core.index import POOL, Entry, Geometry, Space, TierRules, residency, tier_bit
 from lmcache_core.index.decisions import Refusal, Write
 from lmcache_core.index.policy import Lru, PolicyName
 from lmcache_core.index.shares import MOST_SKIPPED, Owner, OwnerKind, ShareRules, Shares
@@ -279,9 +279,18 @@ def test_an_owner_that_uses_nothing_for_long_has_no_part() -> None:
     assert held(world, "gone") == 3
     world.index.clear(world.spaces, -1)
     world.index.tick()
-    world.now += 61.0
+    assert len(world.index.owners) == 3
     world.index.tick()
     assert list(world.index.owners) == [("model", "")]
+
+
+def test_tenants_beyond_all_measure_count_as_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "MOST_OWNERS", 3)
+    world = World(10)
+    for tenant in ("a", "b", "c", "d", "a"):
+        flood(world, tenant, 1, 7)
+        flood(world, tenant, 1, 8)
+    assert [held(world, tenant) for tenant in ("a", "b", "c", "")] == [2, 2, 0, 4]
 
 
 # Whose a chunk is
