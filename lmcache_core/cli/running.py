@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
+
 from lmcache_core.cli.disk_cache import can_be_inspected, look, the_one_named
 from lmcache_core.cli.output import visible
 from lmcache_core.client import SpaceStats
@@ -35,6 +37,8 @@ __all__ = [
 ]
 
 NO_MANIFESTS: Mapping[bytes, bytes] = MappingProxyType({})
+PATIENCE = 5.0
+"""Least seconds that a node has for an answer: a person waits longer than an engine, and asks for more."""
 DIGITS = 12
 """Hex digits of a namespace that people are shown."""
 
@@ -60,7 +64,8 @@ def settings_of(arguments: argparse.Namespace) -> tuple[str, Config]:
         ConfigError: The configuration cannot be used, or the path is none.
     """
     config = load_config(None if arguments.config is None else Path(arguments.config)).config
-    return socket_path(arguments.socket or config.connect or config.socket or AUTO), config
+    path = socket_path(arguments.socket or config.connect or config.socket or AUTO)
+    return path, msgspec.structs.replace(config, call_timeout=max(config.call_timeout, PATIENCE))
 
 
 def own_name(command: str) -> str:

@@ -20,6 +20,9 @@ from lmcache_core.service.wire import ClientStats
 from lmcache_core.units import format_size
 
 INTERVAL = 1.0
+SHARE = 10
+"""Part of the time, as a divisor, that the node may be kept busy by being watched: telling of a million chunks takes
+seconds."""
 MOST_ROWS = 12
 """Clients and namespaces that people are shown of each."""
 
@@ -119,13 +122,16 @@ def _follow(client: RemoteClient, config: Config, show: Callable[[str, Seen | No
     before: Seen | None = None
     pause = threading.Event()
     while True:
+        started = time.monotonic()
+        wait = INTERVAL
         try:
             seen, why = look(client), ""
+            wait = max(INTERVAL, SHARE * (time.monotonic() - started))
         except LMCacheError as error:
             seen, why = None, str(not_there(client, config, str(error)))
         show(client.path, seen, before, why)
         before = seen or before
-        pause.wait(INTERVAL)
+        pause.wait(wait)
 
 
 def _print_line(path: str, seen: Seen | None, before: Seen | None, why: str) -> None:

@@ -338,7 +338,8 @@ def test_a_dead_nodes_socket_is_no_node(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_node_that_does_not_answer_is_said_to(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMCACHE_CORE_CALL_TIMEOUT", "100ms")
+    monkeypatch.setattr("lmcache_core.cli.running.PATIENCE", 0.1)
+    monkeypatch.setenv("LMCACHE_CORE_CALL_TIMEOUT", "50ms")
     path = tmp_path / "mute.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
