@@ -368,7 +368,9 @@ class Session:
         """What others may know of this client."""
         age = time.monotonic() - self._since
         leases, stores = self.held
-        return wire.ClientStats(self.pid, self.uid, self.name, self._client.shard, age, leases, stores)
+        return wire.ClientStats(
+            self.pid, self.uid, self.name, self._client.shard, age, leases, stores, self._client.tenant
+        )
 
     def _freeze(self, request: wire.Freeze) -> wire.Answer:
         self._client.freeze(request.on)

@@ -356,6 +356,7 @@ class ClientStats(_Message, tag=112):
     """Since it has come."""
     leases: int
     stores: int
+    tenant: str = ""
 
 
 class Clients(_Message, tag=113):

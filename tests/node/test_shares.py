@@ -128,6 +128,8 @@ def test_a_client_of_a_socket_says_whose_its_chunks_are(tmp_path: Path) -> None:
             store(nobodys, "mnop")
             assert holdings(cache) == {"first": 1, "second": 2, nobodys.namespace.content.hex()[:16]: 1}
             assert holdings(second) == holdings(cache)
+            told = second.client.clients()  # type: ignore[attr-defined]
+            assert sorted(client.tenant for client in told) == ["", "first", "second"]
 
 
 @pytest.mark.parametrize("tenant", ["a\nb", "x" * 65, "\ud7ff"])
