@@ -227,11 +227,15 @@ def _tiers(stats: Stats) -> _Table:
 
 
 def _clients(clients: Sequence[ClientStats]) -> _Table:
-    rows = [
+    oldest = sorted(clients, key=lambda each: -each.seconds)
+    rows: list[tuple[str, ...]] = [
         (each.name, str(each.pid), str(each.shard), str(each.leases), str(each.stores), _age(each.seconds))
-        for each in sorted(clients, key=lambda each: -each.seconds)
+        for each in oldest
     ]
-    return CLIENTS, _first(rows)
+    if not any(each.tenant for each in oldest):
+        return CLIENTS, _first(rows)
+    rows = [(*row, each.tenant or "-") for row, each in zip(rows, oldest, strict=True)]
+    return [*CLIENTS, Column("tenant")], _first(rows)
 
 
 def _age(seconds: float) -> str:
@@ -314,6 +318,7 @@ def plain(path: str, seen: Seen, before: Seen | None) -> dict[str, object]:
                 "name": each.name,
                 "pid": each.pid,
                 "uid": each.uid,
+                "tenant": each.tenant or None,
                 "shard": each.shard,
                 "leases": each.leases,
                 "stores": each.stores,

@@ -74,6 +74,7 @@ def test_status_in_json_is_what_happened(run: Run, node: AtWork) -> None:
         "name": "engine",
         "pid": os.getpid(),
         "uid": os.getuid(),
+        "tenant": None,
         "shard": 0,
         "leases": 1,
         "stores": 0,
@@ -129,7 +130,10 @@ def test_status_for_people(run: Run, node: AtWork) -> None:
 def test_tenants_are_shown_where_there_are_any(run: Run, node: AtWork) -> None:
     node.fill(prompt_of(1, 1))
     node.fill(prompt_of(2, 2), tenant="blue")
-    shown = run("status", "--socket", node.socket)
+    with node.engine(tenant="blue") as blue, node.engine():
+        until(lambda: len(blue.client.clients()) == 2)  # type: ignore[attr-defined]
+        shown = run("status", "--socket", node.socket)
+    assert sorted(re.findall(r"^engine .* (\S+)$", shown.out, flags=re.MULTILINE)) == ["-", "blue"]
     assert re.search(r"^blue +tenant +in use +cpu 264KiB, disk 264KiB$", shown.out, flags=re.MULTILINE)
     assert re.search(r"^model-a +model +in use +cpu 132KiB, disk 132KiB$", shown.out, flags=re.MULTILINE)
 
