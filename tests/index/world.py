@@ -157,6 +157,7 @@ class World:
         self.media: list[dict[ChunkKey, tuple[Stored, bytes]]] = [{} for _ in tiers]
         self.pending: list[Decision] = []
         self.told: list[tuple[object, bool]] = []
+        self.found_above: dict[object, int] = {}
         for tier in self.index.tiers:
             self.index.tier_opened(tier)
         self.take()
@@ -272,15 +273,24 @@ class World:
         self.index.scanned(tier, [stored for stored, _ in self.media[number].values()])
         self.index.tier_opened(tier)
         self.take()
+        if tier.capacity is not None:
+            self.found_above[tier] = max(0, tier.over(0))
+        self.found_above |= {share: max(0, share.over(0)) for share in tier.policy.shares}
 
     # What must hold
 
-    @staticmethod
-    def check_shares(shares: Shares, held: list[Entry], may_leave: list[Entry]) -> None:
+    def check_most(self, of: object, nbytes: int, most: int) -> None:
+        """Never more than is allowed; what a scan has found above that only becomes less."""
+        above = max(0, nbytes - most)
+        assert above <= self.found_above.get(of, 0)
+        self.found_above[of] = above
+
+    def check_shares(self, shares: Shares, held: list[Entry], may_leave: list[Entry]) -> None:
         """Each owner's bytes and order are those of its chunks, within its quota."""
         for share in shares.shares:
             assert share.held == sum(entry.nbytes for entry in held if entry.owner is share.owner)
-            assert share.over(0) <= 0
+            if share.quota is not None:
+                self.check_most(share, share.held, share.quota)
             assert set(share.order) <= {entry for entry in may_leave if entry.owner is share.owner}
             assert not share.aside
         assert {entry.owner for entry in held} <= {share.owner for share in shares.shares}
@@ -307,7 +317,7 @@ class World:
             assert tier.pending == sum(write.entry.nbytes for write in writes)
             assert len(tier.policy) == len(mine)
             if tier.capacity is not None:
-                assert tier.used <= tier.capacity
+                self.check_most(tier, tier.used, tier.capacity)
             self.check_shares(tier.policy, [*mine, *(w.entry for w in writes)], mine)
         pooled = [e for e in entries if e.slot is not None]
         staged = [e for space in self.spaces for e in space.staged.values()]
