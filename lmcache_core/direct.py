@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -15,22 +15,21 @@ from lmcache_core.client import (
     Grant,
     Held,
     Model,
-    OwnerStats,
     Part,
     Room,
     SpaceStats,
     Stats,
     Storing,
-    TierStats,
 )
 from lmcache_core.errors import ConfigError, UsageError
-from lmcache_core.hostpool import Slot
+from lmcache_core.handles import Filling, Holding, arrival, reading, rooms_of
 from lmcache_core.index import POOL, Entry, Index, Space, tier_bit
-from lmcache_core.index.decisions import Found, Lease, Load, StorePlan, Write
+from lmcache_core.index.decisions import Found
 from lmcache_core.index.index import EVERYWHERE
 from lmcache_core.index.residency import CPU
 from lmcache_core.namespace import Namespace
 from lmcache_core.node import Node
+from lmcache_core.statistics import node_stats, space_stats
 
 PLANNED = 64
 """Chunks of a store that are planned in one turn."""
@@ -42,60 +41,6 @@ class DirectModel:
 
     namespace: Namespace
     spaces: Sequence[Space]
-
-
-class _Holding:
-    """A lease and the references it has taken on slots. `dropped` is called with one that was let go of unreleased."""
-
-    __slots__ = ("_dropped", "done", "lease", "shard", "shared", "slots", "tiers")
-
-    def __init__(self, lease: Lease, shard: int, dropped: Callable[[_Holding], None]) -> None:
-        self.lease = lease
-        self.shard = shard
-        self.shared = 0
-        """The number by which others can join it; 0 is none."""
-        self.done = 0
-        self.slots: dict[int, Slot] = {}
-        self.tiers: dict[int, str] = {}
-        self._dropped = dropped
-
-    def release(self, index: Index) -> None:
-        """End all access. Called under the mutex."""
-        for slot in self.slots.values():
-            slot.release()
-        self.slots.clear()
-        index.release(self.lease)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_dropped") and (self.slots or self.lease.active):  # or interrupted while it was made
-            self._dropped(self)
-
-
-class _Filling:
-    """A store under way. `dropped` is called with one that was let go of unfinished."""
-
-    __slots__ = ("_dropped", "finished", "joined", "plan", "shard", "shared")
-
-    def __init__(self, plan: StorePlan, shard: int, dropped: Callable[[_Filling], None], *, joined: bool) -> None:
-        self.plan = plan
-        self.shard = shard
-        self.shared = 0
-        """The number by which others can join it; 0 is none."""
-        self.joined: dict[int, Slot] | None = {} if joined else None
-        """Of one that somebody else began: the slots that this one keeps from being used otherwise."""
-        self.finished = False
-        self._dropped = dropped
-
-    def leave(self) -> None:
-        """Let go of the slots of a store that was joined. Called under the mutex."""
-        self.finished = True
-        for slot in (self.joined or {}).values():
-            slot.release()
-        self.joined = {}
-
-    def __del__(self) -> None:
-        if not getattr(self, "finished", True):  # it may have been interrupted while it was made
-            self._dropped(self)
 
 
 class DirectClient:
@@ -177,11 +122,11 @@ class DirectClient:
             asked = self.node.ask(spaces, keys, found.pages, mask) if found.pages < len(keys) else None
             lease = index.lease(found)
         parts = [Part(piece.group, piece.first, piece.pages) for piece in found.pieces]
-        return Held(found.pages, parts, asked, _Holding(lease, self._shard_of(model), self._later_end))
+        return Held(found.pages, parts, asked, Holding(lease, self._shard_of(model), self._later_end))
 
     def grant(self, held: Held, start: int, ahead: int) -> list[Grant]:
         """See `Client`."""
-        holding: _Holding = held.handle
+        holding: Holding = held.handle
         pieces = holding.lease.found.pieces
         grants: list[Grant] = []
         with self._guard.turn, self._guard.mutex:
@@ -206,12 +151,12 @@ class DirectClient:
                     break
                 ahead -= 1
                 holding.tiers[number] = self.node.config.tiers[load.tier].name
-                grants.append(Grant(None, holding.tiers[number], _future(load)))
+                grants.append(Grant(None, holding.tiers[number], reading(load)))
         return grants
 
     def consume(self, held: Held, parts: int) -> None:
         """See `Client`."""
-        holding: _Holding = held.handle
+        holding: Holding = held.handle
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
             for number in range(holding.done, holding.done + parts):
@@ -223,13 +168,13 @@ class DirectClient:
 
     def release(self, held: Held) -> None:
         """See `Client`."""
-        holding: _Holding = held.handle
+        holding: Holding = held.handle
         self._end(holding)
 
-    def _later_end(self, holding: _Holding) -> None:
+    def _later_end(self, holding: Holding) -> None:
         self.node.later(lambda: self._end(holding))
 
-    def _end(self, holding: _Holding) -> None:
+    def _end(self, holding: Holding) -> None:
         guard = self._guard
         with guard.turn, guard.mutex:
             if not guard.broken:  # also once the node has been closed
@@ -251,15 +196,15 @@ class DirectClient:
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
             plan = index.plan_store(_spaces(model), keys, at, first_page, mask, PLANNED, self.tenant)
-            filling = _Filling(plan, self._shard_of(model), self._later_finish, joined=False)
+            filling = Filling(plan, self._shard_of(model), self._later_finish, joined=False)
         while plan.rest:  # of a long store, so that others get the mutex in between
             with self._guard.turn, self._guard.mutex:
                 self._guard.use().plan_more(plan, PLANNED)
-        return Storing(_rooms(filling), plan.present, plan.dropped, filling)
+        return Storing(rooms_of(filling), plan.present, plan.dropped, filling)
 
     def filled(self, room: Room) -> None:
         """See `Client`."""
-        handle: tuple[_Filling, int] = room.handle
+        handle: tuple[Filling, int] = room.handle
         filling, number = handle
         reservation = filling.plan.reservations[number]
         try:  # noqa: SIM105  several times as fast as `suppress`
@@ -279,23 +224,23 @@ class DirectClient:
 
     def finish_store(self, storing: Storing) -> Finished:
         """See `Client`."""
-        filling: _Filling = storing.handle
+        filling: Filling = storing.handle
         with self._guard.turn, self._guard.mutex:
             return self._finish(self._guard.use(), filling)
 
-    def _finish(self, index: Index, filling: _Filling) -> Finished:
+    def _finish(self, index: Index, filling: Filling) -> Finished:
         plan = filling.plan
         self.node.shared.pop(filling.shared, None)
         if filling.joined is not None:
             filling.leave()
             pages = sum(len(r.entry.pages) for r in plan.reservations if r.published)
-            return Finished(pages, _arrival([], lambda: False))
+            return Finished(pages, arrival([], lambda: False))
         stored = index.commit(plan)
         filling.finished = True
-        written = _arrival(_in_time(index.writes_of(plan.touched)), lambda: index.arrived(plan))
+        written = arrival(index.writes_of(plan.touched), lambda: index.arrived(plan))
         return Finished(sum(len(entry.pages) for entry in stored), written)
 
-    def _later_finish(self, filling: _Filling) -> None:
+    def _later_finish(self, filling: Filling) -> None:
         def finish() -> None:
             guard = self._guard
             with guard.turn, guard.mutex:
@@ -308,7 +253,7 @@ class DirectClient:
 
     def share(self, work: Held | Storing) -> int:
         """See `Client`."""
-        handle: _Holding | _Filling = work.handle
+        handle: Holding | Filling = work.handle
         with self._guard.turn, self._guard.mutex:
             self._guard.use()
             if not handle.shared:
@@ -321,11 +266,11 @@ class DirectClient:
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
             holding = self.node.shared.get(number)
-            if not isinstance(holding, _Holding) or not holding.lease.active:
+            if not isinstance(holding, Holding) or not holding.lease.active:
                 return None
             found = holding.lease.found
             shards = found.pieces[0].entry.space.known.shards if found.pieces else 1
-            mine = _Holding(index.lease(found), self._shard(shards), self._later_end)
+            mine = Holding(index.lease(found), self._shard(shards), self._later_end)
         parts = [Part(piece.group, piece.first, piece.pages) for piece in found.pieces]
         return Held(found.pages, parts, None, mine)
 
@@ -334,18 +279,18 @@ class DirectClient:
         with self._guard.turn, self._guard.mutex:
             self._guard.use()
             filling = self.node.shared.get(number)
-            if not isinstance(filling, _Filling) or filling.finished:
+            if not isinstance(filling, Filling) or filling.finished:
                 return None
             plan = filling.plan
             shards = plan.reservations[0].entry.space.known.shards if plan.reservations else 1
-            mine = _Filling(plan, self._shard(shards), self._later_finish, joined=True)
+            mine = Filling(plan, self._shard(shards), self._later_finish, joined=True)
             if self.shard < shards:  # else what all ranks share is written by the first
                 assert mine.joined is not None
                 for place, reservation in enumerate(plan.reservations):
                     if reservation.open and mine.shard in reservation.missing:
                         reservation.slot.acquire()
                         mine.joined[place] = reservation.slot
-        return Storing(_rooms(mine), plan.present, plan.dropped, mine)
+        return Storing(rooms_of(mine), plan.present, plan.dropped, mine)
 
     def _shard_of(self, model: Model) -> int:
         return self._shard(model.namespace.shards)
@@ -401,7 +346,7 @@ class DirectClient:
                 load = index.load(entry)
                 if load is None:
                     return False
-                wait = _future(load)
+                wait = reading(load)
         if wait is not None and not await asyncio.wrap_future(wait):
             return False
         if target == POOL:
@@ -411,7 +356,7 @@ class DirectClient:
             tier = next(tier for tier in index.tiers if tier.bit == target)
             if index.write(tier, entry) is not None:
                 return False
-            arrived = _arrival(_in_time(index.writes_of([entry])), lambda: bool(entry.where & target))
+            arrived = arrival(index.writes_of([entry]), lambda: bool(entry.where & target))
         return await asyncio.wrap_future(arrived)
 
     def pin(self, model: Model, keys: Sequence[bytes]) -> int:
@@ -469,75 +414,11 @@ class DirectClient:
 
     def stats(self) -> Stats:
         """See `Client`."""
-        node = self.node
-        with self._guard.turn, self._guard.mutex:
-            index = self._guard.use()
-            tiers = [
-                TierStats(
-                    runner.config.name,
-                    runner.config.backend,
-                    runner.up,
-                    tier.used,
-                    tier.capacity,
-                    len(tier.policy),
-                    runner.queued,
-                    runner.health.quarantined,
-                    runner.health.counters(),
-                )
-                for runner, tier in zip(node.runners, index.tiers, strict=True)
-            ]
-            return Stats(
-                node.pool.capacity,
-                node.pool.usable,
-                node.pool.used,
-                node.pool.slots,
-                len(index.policy) + sum(1 for entry in index.pinned if entry.where & POOL),
-                len(index.leases),
-                len(index.pinned),
-                sum(len(space.staged) for space in index.spaces.values()),
-                node.lag,
-                tiers,
-                node.counts.snapshot(),
-                index.frozen,
-                [
-                    OwnerStats(
-                        owner.kind,
-                        owner.name,
-                        {name: share.held for name, share in zip(self._bits, owner.shares, strict=True)},
-                        owner.idle and not owner.used,
-                    )
-                    for owner in index.owners.values()
-                ],
-            )
+        return node_stats(self.node, self._bits)
 
     def spaces(self) -> list[SpaceStats]:
         """What the node holds, by namespace and group."""
-        guard = self._guard
-        with guard.turn, guard.mutex:
-            found = list(guard.use().spaces.values())
-        told = []
-        for space in found:
-            with guard.turn, guard.mutex:
-                guard.use()
-                entries = list(space.chunks.values())
-            # Counted without the mutex, since there may be a million: what changes meanwhile may be in it or not.
-            sizes = dict.fromkeys(self._bits, 0)
-            for entry in entries:
-                for name, bit in self._bits.items():
-                    if entry.where & bit:
-                        sizes[name] += entry.nbytes
-            told.append(
-                SpaceStats(
-                    space.digest,
-                    space.geometry.manifest if space.geometry is not None else b"",
-                    len(entries),
-                    sum(len(entry.pages) for entry in entries),
-                    sum(1 for entry in entries if entry.pins),
-                    sum(1 for entry in entries if entry.leases),
-                    sizes,
-                )
-            )
-        return told
+        return space_stats(self._guard, self._bits)
 
     def freeze(self, on: bool) -> None:
         """Store nothing new from now on, or again. What is there is served."""
@@ -558,51 +439,3 @@ def _spaces(model: Model) -> Sequence[Space]:
     if not isinstance(model, DirectModel):
         raise UsageError("a model that was registered with another client")
     return model.spaces
-
-
-def _future(load: Load) -> Future[bool]:
-    future = _uncancellable()
-    load.waiters.append(future.set_result)
-    return future
-
-
-def _arrival(writes: Sequence[Write], outcome: Callable[[], bool]) -> Future[bool]:
-    """A future of `outcome` once `writes` have ended. Their waiters are called on the event loop, one after another."""
-    future = _uncancellable()
-    left = len(writes)
-
-    def ended(_: bool) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            future.set_result(outcome())
-
-    for write in writes:
-        write.waiters.append(ended)
-    if not writes:
-        future.set_result(outcome())
-    return future
-
-
-def _in_time(writes: Sequence[Write]) -> list[Write]:
-    return [write for write in writes if not write.late]
-
-
-def _rooms(filling: _Filling) -> list[Room]:
-    rooms = []
-    shard, joined = filling.shard, filling.joined
-    for number, each in enumerate(filling.plan.reservations):
-        if joined is None or number in joined:
-            slot = each.slot
-            form = slot.form
-            start, size = form.header_bytes + shard * form.shard_bytes, form.shard_bytes
-            part = Part(each.group, each.first, form.pages)
-            rooms.append(Room(part, slot.frame[start : start + size], (filling, number), slot.offset + start))
-    return rooms
-
-
-def _uncancellable() -> Future[bool]:
-    """A future that stays open when a coroutine that waits for it is cancelled: whoever sets it must not be hit."""
-    future: Future[bool] = Future()
-    future.set_running_or_notify_cancel()
-    return future
