@@ -11,10 +11,40 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from lmcache_core.arguments import kind, shown
+from lmcache_core.errors import UsageError
 from lmcache_core.namespace import Namespace
 
 AHEAD = 8
 """Chunks that are read from tiers ahead of the one being copied."""
+
+
+KEY_BYTES = 32
+
+
+def check_keys(keys: object) -> None:
+    """Refuse what can't be the keys of a prompt's pages: at a glance, since they come with each call.
+
+    Raises:
+        UsageError: They are no list or tuple of keys of 32 bytes.
+    """
+    if not isinstance(keys, list | tuple):
+        raise UsageError(f"keys are a list of bytes, one a page, as `Cache.prompt(tokens).keys`; not {kind(keys)}")
+    for key in (keys[0], keys[-1]) if keys else ():
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            raise UsageError(f"the key of a page is {KEY_BYTES} bytes, not {shown(key)}")
+
+
+def check_places(places: object) -> None:
+    """Refuse what can't be names of tiers.
+
+    Raises:
+        UsageError: They are no sequence of names.
+    """
+    if places is None:
+        return
+    if not isinstance(places, list | tuple) or not all(isinstance(name, str) for name in places):
+        raise UsageError(f"places are a list of tiers' names, or None for all; not {shown(places)}")
 
 
 class Model(Protocol):

@@ -20,6 +20,8 @@ from lmcache_core.client import (
     SpaceStats,
     Stats,
     Storing,
+    check_keys,
+    check_places,
 )
 from lmcache_core.errors import ConfigError, UsageError
 from lmcache_core.handles import Filling, Holding, arrival, reading, rooms_of
@@ -70,6 +72,7 @@ class DirectClient:
         return DirectModel(namespace, self.node.register(namespace))
 
     def _mask(self, places: Sequence[str] | None) -> int:
+        check_places(places)
         if places is None:
             return EVERYWHERE
         mask = 0
@@ -97,6 +100,7 @@ class DirectClient:
         self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None, *, quiet: bool = False
     ) -> Boundary:
         """See `Client`."""
+        check_keys(keys)
         spaces, mask = _spaces(model), self._mask(places)
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
@@ -115,6 +119,7 @@ class DirectClient:
 
     def hold(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> Held:
         """See `Client`."""
+        check_keys(keys)
         spaces, mask = _spaces(model), self._mask(places)
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
@@ -192,6 +197,7 @@ class DirectClient:
         places: Sequence[str] | None = None,
     ) -> Storing:
         """See `Client`."""
+        check_keys(keys)
         mask = self._mask(places)
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
@@ -308,6 +314,7 @@ class DirectClient:
         self, model: Model, keys: Sequence[bytes], source: Sequence[str] | None, destination: str
     ) -> Future[int]:
         """See `Client`."""
+        check_keys(keys)
         target = self._mask([destination])
         places = self._mask(source)
         return self.node.start(self._prefetch(_spaces(model), keys, places, target))
@@ -361,6 +368,7 @@ class DirectClient:
 
     def pin(self, model: Model, keys: Sequence[bytes]) -> int:
         """See `Client`."""
+        check_keys(keys)
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
             found = index.find(_spaces(model), keys)
@@ -371,6 +379,7 @@ class DirectClient:
 
     def unpin(self, model: Model, keys: Sequence[bytes]) -> int:
         """See `Client`."""
+        check_keys(keys)
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
             pins = self._pins.pop(name := (_spaces(model)[0].digest, *keys), [])
@@ -394,6 +403,7 @@ class DirectClient:
 
     def evict(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> int:
         """See `Client`."""
+        check_keys(keys)
         mask = self._mask(places)
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()

@@ -97,7 +97,7 @@ class TierHealth:
         try:
             await self.calls.bounded(self._backend.close(), seconds)
         except (BackendError, ConfigError, TimeoutError) as error:
-            self._log.warning("close", "tier %s: could not be closed: %s", self._config.name, error or "timed out")
+            self._log.warning("close", "tier %s: could not be closed: %s", self._config.name, _why(error))
 
     def stop(self) -> None:
         """Use the tier no more."""
@@ -111,7 +111,7 @@ class TierHealth:
 
     def failed(self, error: Exception, what: str) -> None:
         """Note a failure of the backend; enough of them in a row open the breaker."""
-        self._log.warning(what, "tier %s %s: %s", self._config.name, what, error or type(error).__name__)
+        self._log.warning(what, "tier %s %s: %s", self._config.name, what, _why(error))
         if self._breaker.failed():
             self._down()
 
@@ -147,7 +147,7 @@ class TierHealth:
                 await self.calls.bounded(self._backend.close(), CLOSE_TIMEOUT)
                 await self._open()
             except (BackendError, ConfigError, TimeoutError) as error:
-                self._log.warning("recover", "tier %s is still down: %s", self._config.name, error or "timed out")
+                self._log.warning("recover", "tier %s is still down: %s", self._config.name, _why(error))
             else:
                 self._breaker.close()
                 self._log.info("tier %s is back", self._config.name)
@@ -174,3 +174,7 @@ class TierHealth:
         except Exception as error:  # noqa: BLE001 a plugin may raise anything: that must not hide other figures
             self._log.warning("counters", "tier %s cannot tell its counters: %s", self._config.name, error)
             return {}
+
+
+def _why(error: Exception) -> str:
+    return str(error) or ("it took too long" if isinstance(error, TimeoutError) else type(error).__name__)

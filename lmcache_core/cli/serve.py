@@ -15,8 +15,11 @@ import msgspec
 
 from lmcache_core.assembly import build_node
 from lmcache_core.cli.loading import load_usable
+from lmcache_core.errors import ConfigError
 from lmcache_core.service.address import AUTO, socket_path
 from lmcache_core.units import format_size
+
+WAKE = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +40,16 @@ def run(arguments: argparse.Namespace) -> int:
         level=logging.DEBUG if arguments.verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    config = load_usable(arguments.config).config
+    loaded = load_usable(arguments.config)
+    config = loaded.config
+    if config.connect:
+        where = loaded.provenance.nearest(("connect",))
+        raise ConfigError(
+            f"{where}: connect: this is a configuration of a node's clients; name that of the node, with `cpu` and "
+            "`tiers`, with --config"
+        )
     path = socket_path(arguments.socket or config.socket or AUTO)
-    config = msgspec.structs.replace(config, socket=path, connect="")
+    config = msgspec.structs.replace(config, socket=path)
     with build_node(config) as node:
 
         def told(number: int, frame: FrameType | None) -> None:
@@ -50,7 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
         tiers = ", ".join(tier.name for tier in config.tiers) or "none"
         print(f"serving at {path}: {format_size(node.pool.capacity)} of host memory, tiers: {tiers}", flush=True)
         notify_manager("READY=1")
-        node.drained.wait()
+        # Woken now and then: Python runs a handler only when the main thread runs, which a signal need not wake.
+        while not node.drained.wait(WAKE):
+            pass
         notify_manager("STOPPING=1")
         print("stopping: writing what is queued", file=sys.stderr, flush=True)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
@@ -16,6 +17,11 @@ _SMALLEST = 2**20
 _LISTS: dict[str, type[msgspec.Struct]] = {"tiers": TierConfig, "shares": ShareConfig}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Of a tier or a tenant."""
+
+
+LEAST_CALL_TIMEOUT = 0.001
+LONGEST_SOCKET = 107
+"""Bytes of the path of a Unix socket on Linux."""
 
 
 def check(config: Config) -> None:
@@ -66,6 +72,18 @@ def _problems(config: Config) -> Iterator[tuple[Key, str]]:
     yield from _capacity(("cpu", "capacity"), config.cpu.capacity, "20GiB")
     if config.lease_timeout <= 0:
         yield ("lease_timeout",), "must be longer than 0; write for example 30s"
+    if config.call_timeout < LEAST_CALL_TIMEOUT:
+        yield ("call_timeout",), "must be 1ms or longer; write for example 1s"
+    if config.connect and config.socket:
+        yield (
+            ("connect",),
+            "a node of another process is used, so there is none here that `socket` could serve; write one of the two",
+        )
+    if config.connect and config.tiers:
+        yield ("connect",), "the tiers are those of the node that is used; delete `tiers` here, and write them there"
+    for name in ("socket", "connect"):
+        if len(os.fsencode(os.path.abspath(os.path.expanduser(getattr(config, name))))) > LONGEST_SOCKET:
+            yield (name,), f"a socket's path has at most {LONGEST_SOCKET} bytes; write a shorter one"
     if config.share_timeout <= 0:
         yield ("share_timeout",), "must be longer than 0; write for example 1h"
     if config.tenant:

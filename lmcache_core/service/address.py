@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -47,32 +48,69 @@ class Listener:
     def __init__(self, path: str) -> None:
         self.path = path
         self._lock = -1
-        directory = os.path.dirname(path)
         try:
-            os.makedirs(directory, mode=0o700, exist_ok=True)
-            _check_ours(directory)
-            self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"a node is served at {path} already; stop it, use it ('connect: {path}'), or choose another socket"
-                ) from None
-            self._remove_socket()
-            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            before = os.umask(0o177)
-            try:
-                self.socket.bind(path)
-            finally:
-                os.umask(before)
-            self.socket.listen(BACKLOG)
-            self._inode = os.stat(path).st_ino
+            self._take()
+            self.socket = self._listen()
         except OSError as error:
             self._unlock()
             raise ConfigError(f"the socket {path} cannot be made: {error.strerror}; choose another one") from error
         except BaseException:  # whatever it is, the next one must be able to try
             self._unlock()
             raise
+
+    @property
+    def there(self) -> bool:
+        """Whether the path still leads to this socket."""
+        try:
+            return os.lstat(self.path).st_ino == self._inode
+        except OSError:
+            return False
+
+    def listen_anew(self) -> None:
+        """Make the socket again, after somebody has removed it.
+
+        Raises:
+            ConfigError: Another node has the path now.
+            OSError: It cannot be made.
+        """
+        if not os.path.exists(f"{self.path}.lock"):
+            self._unlock()
+            self._take()
+        before, self.socket = self.socket, self._listen()
+        before.close()
+
+    def _take(self) -> None:
+        """Lock the path."""
+        directory = os.path.dirname(self.path)
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        _check_ours(directory)
+        self._lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._lock, 20, 0).decode("ascii", "replace").strip()
+            raise ConfigError(
+                f"a node{f' (process {owner})' if owner else ''} is served at {self.path} already; stop it, use it "
+                f"('connect: {self.path}'), or choose another socket"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _listen(self) -> socket.socket:
+        self._remove_socket()
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            before = os.umask(0o177)
+            try:
+                made.bind(self.path)
+            finally:
+                os.umask(before)
+            made.listen(BACKLOG)
+            self._inode = os.stat(self.path).st_ino
+        except BaseException:  # whatever it is, no socket stays behind
+            made.close()
+            raise
+        return made
 
     def _remove_socket(self) -> None:
         try:
@@ -86,15 +124,22 @@ class Listener:
     def close(self) -> None:
         """Listen no more, and leave nothing at the path that is ours."""
         self.socket.close()
-        try:
-            if os.lstat(self.path).st_ino == self._inode:
+        if self.there:
+            with contextlib.suppress(OSError):
                 os.unlink(self.path)
-        except FileNotFoundError:
-            pass
         self._unlock()
+
+    def abandon(self) -> None:
+        """Close this process's copies, in a forked child."""
+        self.socket.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _unlock(self) -> None:
         if self._lock >= 0:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # also if a child of ours has a copy
             os.close(self._lock)
             self._lock = -1
 

@@ -66,7 +66,7 @@ class Link:
             self.welcome, fds = self._receive_welcome()
             # Timeouts of the kernel, so that a receive is one system call.
             self._stream.settimeout(None)
-            timeout = struct.pack("ll", int(deadline), int(deadline % 1 * 1e6))
+            timeout = struct.pack("ll", int(deadline), max(1, int(deadline % 1 * 1e6)))  # two zeros would mean none
             self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
             self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
             self._packets = socket.socket(fileno=fds[1])
@@ -81,7 +81,8 @@ class Link:
             raise
         self.memory = memoryview(self._map)
         """The node's pool."""
-        threading.Thread(target=self._populate, name="lmcache-map", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # the system gives no more threads: copies are slower at first
+            threading.Thread(target=self._populate, name="lmcache-map", daemon=True).start()
 
     def _populate(self) -> None:
         """Map the pool's pages before copies need them: each costs a fault otherwise."""

@@ -20,19 +20,35 @@ from typing import TypeVar
 
 import msgspec
 
-from lmcache_core.client import AHEAD, Boundary, Finished, Grant, Held, Model, Part, Room, SpaceStats, Stats, Storing
+from lmcache_core.client import (
+    AHEAD,
+    KEY_BYTES,
+    Boundary,
+    Finished,
+    Grant,
+    Held,
+    Model,
+    Part,
+    Room,
+    SpaceStats,
+    Stats,
+    Storing,
+    check_keys,
+    check_places,
+)
 from lmcache_core.config import Config
 from lmcache_core.errors import BackendError, ClosedError, LayoutError, UsageError
 from lmcache_core.namespace import Namespace
 from lmcache_core.ratelog import RateLog
 from lmcache_core.service import wire
 from lmcache_core.service.link import Link, LinkDown
-from lmcache_core.service.session import LONGEST_WAIT, names
+from lmcache_core.service.session import LONGEST_WAIT
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+MOST_KEYS = (wire.MOST_BYTES - 4096) // KEY_BYTES
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 2.0
 """Seconds between two tries to come back to a node."""
@@ -55,7 +71,7 @@ class _Lease:
     released: bool = False
 
     def __del__(self) -> None:
-        if not self.released:
+        if not getattr(self, "released", True):  # it may have been interrupted while it was made
             self.link.later(wire.Release(self.number))
 
 
@@ -70,7 +86,7 @@ class _Store:
     """Of rooms that this client has filled."""
 
     def __del__(self) -> None:
-        if not self.finished:
+        if not getattr(self, "finished", True):  # it may have been interrupted while it was made
             self.link.later(wire.DropStore(self.number))
 
 
@@ -128,7 +144,10 @@ class RemoteClient:
                 if self._closed.wait(pause):
                     return
                 pause = min(LONGEST_PAUSE, 2 * pause)
-                link = self._connect()
+                try:
+                    link = self._connect()
+                except Exception as error:  # noqa: BLE001 whatever one try fails of, the next may work
+                    self._log.warning("connect", "the node at %s cannot be connected to: %s", self.path, error)
                 continue
             pause = FIRST_PAUSE
             link.listen()
@@ -211,7 +230,7 @@ class RemoteClient:
         """See `Client`."""
 
         def ask(link: Link) -> Boundary:
-            request = wire.Lookup(self._number(link, model), wire.join_keys(keys), names(places), quiet)
+            request = wire.Lookup(self._number(link, model), _joined(keys), _names(places), quiet)
             found = link.call(request, wire.Boundary)
             return Boundary(found.pages, found.tiers, found.pending)
 
@@ -221,7 +240,7 @@ class RemoteClient:
         """See `Client`."""
 
         def ask(link: Link) -> Held:
-            request = wire.Hold(self._number(link, model), wire.join_keys(keys), names(places), AHEAD)
+            request = wire.Hold(self._number(link, model), _joined(keys), _names(places), AHEAD)
             return _held(link, link.call(request, wire.Held))
 
         return self._try(ask, Held(0, []))
@@ -280,13 +299,11 @@ class RemoteClient:
         """See `Client`."""
 
         def ask(link: Link) -> Storing:
-            request = wire.BeginStore(
-                self._number(link, model), wire.join_keys(keys), tuple(at), first_page, names(places)
-            )
+            request = wire.BeginStore(self._number(link, model), _joined(keys), tuple(at), first_page, _names(places))
             return _storing(link, link.call(request, wire.Rooms))
 
-        groups = len(model.namespace.groups)
-        return self._try(ask, Storing([], 0, len(keys) * groups))
+        check_keys(keys)
+        return self._try(ask, Storing([], 0, len(keys) * len(model.namespace.groups)))
 
     def filled(self, room: Room) -> None:
         """See `Client`."""
@@ -351,7 +368,7 @@ class RemoteClient:
         """See `Client`."""
 
         def ask(link: Link) -> Future[int]:
-            request = wire.Prefetch(self._number(link, model), wire.join_keys(keys), names(source), destination)
+            request = wire.Prefetch(self._number(link, model), _joined(keys), _names(source), destination)
             return link.ticket(link.call(request, wire.Number).value, int)
 
         nothing: Future[int] = Future()
@@ -362,7 +379,7 @@ class RemoteClient:
         """See `Client`. Pins end with the connection, but for those that are `kept`: they are the node's."""
 
         def ask(link: Link) -> int:
-            request = wire.Pin(self._number(link, model), wire.join_keys(keys), kept)
+            request = wire.Pin(self._number(link, model), _joined(keys), kept)
             return link.call(request, wire.Number).value
 
         return self._ask(ask)
@@ -371,7 +388,7 @@ class RemoteClient:
         """See `Client`. Of the pins that are `kept`, whoever asked for them."""
 
         def ask(link: Link) -> int:
-            request = wire.Unpin(self._number(link, model), wire.join_keys(keys), kept)
+            request = wire.Unpin(self._number(link, model), _joined(keys), kept)
             return link.call(request, wire.Number).value
 
         return self._ask(ask)
@@ -388,7 +405,7 @@ class RemoteClient:
         """See `Client`."""
         return self._ask(
             lambda link: (
-                link.call(wire.Evict(self._number(link, model), wire.join_keys(keys), names(places)), wire.Number).value
+                link.call(wire.Evict(self._number(link, model), _joined(keys), _names(places)), wire.Number).value
             )
         )
 
@@ -397,7 +414,7 @@ class RemoteClient:
         return self._ask(
             lambda link: (
                 link.call(
-                    wire.Clear(None if model is None else self._number(link, model), names(places)), wire.Number
+                    wire.Clear(None if model is None else self._number(link, model), _names(places)), wire.Number
                 ).value
             )
         )
@@ -476,6 +493,26 @@ class RemoteClient:
             link.fail("this client was closed")
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * self._deadline)
+
+
+def _joined(keys: Sequence[bytes]) -> bytes:
+    check_keys(keys)
+    if len(keys) > MOST_KEYS:
+        raise UsageError(
+            f"a prompt of {len(keys)} pages is more than fits into a message, {MOST_KEYS}; use a larger page_tokens"
+        )
+    try:
+        joined = wire.join_keys(keys)
+    except TypeError as error:
+        raise UsageError(f"the key of a page is bytes: {error}") from error
+    if len(joined) != KEY_BYTES * len(keys):
+        raise UsageError(f"the key of a page is {KEY_BYTES} bytes; some of these {len(keys)} are not")
+    return joined
+
+
+def _names(places: Sequence[str] | None) -> tuple[str, ...] | None:
+    check_places(places)
+    return None if places is None else tuple(places)
 
 
 def _held(link: Link, got: wire.Held) -> Held:

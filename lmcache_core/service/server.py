@@ -7,9 +7,13 @@ import logging
 import os
 import socket
 import threading
+import time
+import weakref
 
 from lmcache_core.direct import DirectClient
+from lmcache_core.errors import ConfigError
 from lmcache_core.node import Node
+from lmcache_core.ratelog import RateLog
 from lmcache_core.service import wire
 from lmcache_core.service.address import Listener
 from lmcache_core.service.session import Session
@@ -18,6 +22,10 @@ log = logging.getLogger(__name__)
 
 MOST_CLIENTS = 256
 JOIN_TIMEOUT = 5.0
+LOOK = 1.0
+"""Seconds between two looks whether the socket is still there."""
+PAUSE = 0.1
+"""Seconds after a client could not be let in."""
 
 
 class NodeServer:
@@ -38,6 +46,8 @@ class NodeServer:
         self._sessions: dict[Session, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self._faults = RateLog(log, node.config.log_interval)
+        _servers.add(self)
         self._thread = threading.Thread(target=self._listen, name="lmcache-serve", daemon=True)
         self._thread.start()
         log.info("serving at %s", path)
@@ -55,8 +65,9 @@ class NodeServer:
                 return
             self._closed = True
             sessions = dict(self._sessions)
-        with contextlib.suppress(OSError):
-            self._listener.socket.shutdown(socket.SHUT_RDWR)  # ends the accept
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waker:
+            waker.setblocking(False)
+            waker.connect(self.path)  # ends the accept
         for session in sessions:
             session.stop()
         self._thread.join(JOIN_TIMEOUT)
@@ -64,38 +75,68 @@ class NodeServer:
             thread.join(JOIN_TIMEOUT)
         self._listener.close()
 
+    def abandon(self) -> None:
+        """Close this process's copies of sockets and locks and nothing else, in a forked child: they would keep the
+        path taken, and clients waiting, when the parent has ended."""
+        self._closed = True
+        self._listener.abandon()
+        for session in self._sessions:
+            session.abandon()
+
     def _listen(self) -> None:
-        while True:
+        while not self._closed:
             try:
+                self._listener.socket.settimeout(LOOK)
                 stream, _ = self._listener.socket.accept()
+                stream.settimeout(None)
+            except TimeoutError:
+                self._look()
             except OSError as error:
+                if not self._closed:
+                    log.warning("a client could not be let in: %s", error)  # too many open files, say
+                    time.sleep(PAUSE)
+            else:
                 if self._closed:
-                    return
-                log.warning("a client could not be let in: %s", error)  # too many open files, say
-                if threading.Event().wait(0.1):
-                    return
-                continue
-            self._let_in(stream)
+                    stream.close()
+                else:
+                    self._let_in(stream)
+
+    def _look(self) -> None:
+        """Listen anew if somebody has removed the socket."""
+        if not self._closed and not self._listener.there:
+            try:
+                self._listener.listen_anew()
+            except (OSError, ConfigError) as error:
+                self._faults.warning("gone", "the socket %s is gone, and cannot be made again: %s", self.path, error)
+            else:
+                log.warning("the socket %s was removed, and has been made again", self.path)
 
     def _let_in(self, stream: socket.socket) -> None:
         try:
             session = Session(self._node, stream, lambda: self.sessions, self._keeper)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             log.warning("a client could not be let in: %s", error)
             stream.close()
             return
         refusal = None
         with self._lock:
             if session.uid not in (os.geteuid(), 0):
-                refusal = f"user {session.uid} is not the node's"
-            elif self._closed or len(self._sessions) >= MOST_CLIENTS:
-                refusal = f"the node is closing, or has its {MOST_CLIENTS} clients"
+                refusal = (
+                    f"user {session.uid} is not the node's, {os.geteuid()}; use a node of your own, or be that user"
+                )
+            elif self._closed:
+                refusal = "the node is being closed"
+            elif len(self._sessions) >= MOST_CLIENTS:
+                refusal = f"the node has its {MOST_CLIENTS} clients; close some that are not needed"
             else:
                 thread = threading.Thread(
                     target=self._run, args=(session,), name=f"lmcache-client-{session.pid}", daemon=True
                 )
-                self._sessions[session] = thread
-                thread.start()
+                try:
+                    thread.start()
+                    self._sessions[session] = thread
+                except RuntimeError as error:  # the system gives no more threads
+                    refusal = str(error)
         if refusal is not None:
             log.warning("process %d is sent away: %s", session.pid, refusal)
             with contextlib.suppress(OSError):
@@ -108,5 +149,16 @@ class NodeServer:
         except Exception:  # a defect of ours must cost its client alone
             log.exception("the session of process %d ended", session.pid)
         finally:
-            with self._lock:
+            with self._lock:  # which whoever let it in holds until it is known
                 self._sessions.pop(session, None)
+
+
+_servers: weakref.WeakSet[NodeServer] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for server in list(_servers):
+        server.abandon()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

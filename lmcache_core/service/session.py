@@ -121,6 +121,11 @@ class Session:
         with contextlib.suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)
 
+    def abandon(self) -> None:
+        """Close this process's copies of the sockets, in a forked child."""
+        for end in (self._packets, self._theirs, self._stream):
+            end.close()
+
     def _greet(self) -> None:
         body = self._reader.receive()
         hello = None if body is None else wire.decode_request(body)
@@ -177,8 +182,7 @@ class Session:
         self._stores.clear()
         with contextlib.suppress(ClosedError):
             self._client.unpin_all()
-        for end in (self._packets, self._theirs, self._stream):
-            end.close()
+        self.abandon()
 
     # What the client names by numbers
 
@@ -410,8 +414,3 @@ def _unknown(what: str, number: int) -> NoReturn:
 def _check_wait(seconds: float) -> None:
     if not 0 <= seconds <= LONGEST_WAIT:  # nor NaN, which stops event loops
         raise UsageError(f"a timeout is 0 to {LONGEST_WAIT:g} seconds, not {seconds}")
-
-
-def names(places: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Names of places as a message has them."""
-    return None if places is None else tuple(places)

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from lmcache_core.errors import LMCacheError
+from lmcache_core.errors import LMCacheError, UsageError
 from lmcache_core.namespace import Namespace
 
 VERSION = 1
@@ -478,10 +478,10 @@ def split_keys(joined: bytes) -> list[bytes]:
     """Undo `join_keys`.
 
     Raises:
-        WireError: It is no multiple of a key's length.
+        UsageError: It is no multiple of a key's length.
     """
     if len(joined) % KEY_BYTES:
-        raise WireError(f"keys of {len(joined)} bytes; each has {KEY_BYTES}")
+        raise UsageError(f"keys of {len(joined)} bytes; each has {KEY_BYTES}")
     return [key for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", joined)]
 
 

@@ -104,6 +104,18 @@ MISTAKES = {
         DISK + "    write_timeout: 0\n",
         ("tiers.yaml:5: ", "tiers[0].write_timeout: must be longer than 0", "write for example 2s"),
     ),
+    "a time too short to answer in": Mistake(
+        "call_timeout: 0s\n", ("tiers.yaml:1: ", "call_timeout: must be 1ms or longer", "for example 1s")
+    ),
+    "a node of its own and of another": Mistake(
+        "socket: /run/a.sock\nconnect: /run/b.sock\n", ("tiers.yaml:2: ", "connect: a node of another process is used")
+    ),
+    "tiers beside the node of another": Mistake(
+        "connect: auto\ntiers:\n- {backend: fakedisk, path: /a, capacity: 1GiB}\n", ("tiers.yaml:1: ", "delete `tiers` here")
+    ),
+    "a socket whose path is too long": Mistake(
+        f"socket: /{'a' * 200}\n", ("tiers.yaml:1: ", "socket: a socket's path has at most 107 bytes")
+    ),
     "a lease of no time": Mistake(
         "lease_timeout: 0s\n", ("tiers.yaml:1: ", "lease_timeout: must be longer than 0", "for example 30s")
     ),

@@ -17,11 +17,12 @@ import psutil
 import pytest
 
 from lmcache_core import ConfigError
-from lmcache_core.errors import BackendError
+from lmcache_core.errors import BackendError, UsageError
 from lmcache_core.service import wire
 from lmcache_core.service.address import Listener, socket_path
+from lmcache_core.service.link import Link, LinkDown
 from lmcache_core.wrappers import Slow
-from tests.node.kv import CHUNK_FRAME, CHUNK_TOKENS, PageView, at_rest, retrieve, store, tokens, until
+from tests.node.kv import CHUNK_FRAME, CHUNK_TOKENS, PageView, at_rest, open_cache, retrieve, store, tokens, until
 from tests.node.shelf import Shelf
 from tests.service.kit import Process, open_served, remote, serving
 
@@ -212,7 +213,7 @@ def test_a_client_that_came_first_uses_the_node_when_it_comes(tmp_path: Path) ->
 def test_two_nodes_at_one_path_and_what_lies_there(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
     with serving(tmp_path) as (node, _):
-        with pytest.raises(ConfigError, match=f"a node is served at {path} already"):
+        with pytest.raises(ConfigError, match=rf"a node \(process {node.process.pid}\) is served at {path} already"):
             Listener(str(path))
         assert path.stat().st_mode & 0o777 == 0o600
         node.kill()
@@ -290,5 +291,96 @@ def test_many_threads_of_one_client(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(60)
     assert not failures
+    at_rest(cache)
+    cache.close()
+
+
+def test_a_node_that_was_stopped_when_it_was_told_to_end_ends(tmp_path: Path) -> None:
+    with serving(tmp_path) as (node, _):
+        node.freeze()
+        node.process.terminate()
+        node.process.send_signal(signal.SIGCONT)
+        assert node.process.wait(30) == 0
+
+
+def test_a_socket_that_somebody_removes_is_made_again(tmp_path: Path) -> None:
+    cache = open_served(tmp_path)
+    path = Path(cache.client.path)  # type: ignore[attr-defined]
+    path.unlink()
+    until(path.is_socket)
+    other = remote(path)
+    until(lambda: other.client.wait_until_up(1))  # type: ignore[attr-defined]
+    assert store(other, "abcd")
+    other.close()
+    path.unlink()
+    Path(f"{path}.lock").unlink()
+    until(path.is_socket)
+    with pytest.raises(ConfigError, match=f"process {os.getpid()}"):
+        Listener(str(path))
+    cache.close()
+    assert not path.exists()
+
+
+def test_a_child_of_a_nodes_process_keeps_neither_its_path_nor_its_clients(tmp_path: Path) -> None:
+    cache = open_served(tmp_path)
+    path = cache.client.path  # type: ignore[attr-defined]
+    child = os.fork()
+    if not child:
+        signal.pause()
+    try:
+        assert store(cache, "abcd")
+        cache.close()
+        Listener(path).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_client_for_whom_there_is_no_thread_is_sent_away_and_the_next_is_let_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = open_served(tmp_path)
+    path = cache.client.path  # type: ignore[attr-defined]
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name.startswith("lmcache-client"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(LinkDown, match="can't start new thread"):
+        Link(path, "a test", 5.0)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    Link(path, "a test", 5.0).close()
+    cache.close()
+
+
+def test_a_clients_configuration_is_none_of_a_node(tmp_path: Path) -> None:
+    config = tmp_path / "client.yaml"
+    config.write_text("page_tokens: 64\nconnect: /run/node.sock\n")
+    process = Process("-m", "lmcache_core", "serve", "--config", str(config), "--socket", str(tmp_path / "s"))
+    try:
+        assert process.line() == ""
+        assert process.process.wait(30) == 1
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize("how", ["direct", "socket"])
+@pytest.mark.parametrize(
+    "keys", [5, None, "x" * 32, b"x" * 32, ["x" * 32], [b"x"], [b"x" * 31, b"y"], [b"x" * 64], {b"x" * 32}, [None]]
+)
+def test_keys_that_cannot_be_are_refused_and_the_node_goes_on(tmp_path: Path, how: str, keys: Any) -> None:
+    cache = open_served(tmp_path) if how == "socket" else open_cache()
+    client = cache.client
+    with pytest.raises(UsageError, match=r"keys? (are|of a page)"):
+        client.lookup(cache._model, keys)
+    with pytest.raises(UsageError, match=r"keys? (are|of a page)"):
+        client.begin_store(cache._model, keys)
+    for places in ("cpu", [3], 3):
+        with pytest.raises(UsageError, match="places are a list"):
+            client.lookup(cache._model, [], places)  # type: ignore[arg-type]
+    assert store(cache, "abcd")
     at_rest(cache)
     cache.close()
