@@ -111,7 +111,8 @@ MISTAKES = {
         "socket: /run/a.sock\nconnect: /run/b.sock\n", ("tiers.yaml:2: ", "connect: a node of another process is used")
     ),
     "tiers beside the node of another": Mistake(
-        "connect: auto\ntiers:\n- {backend: fakedisk, path: /a, capacity: 1GiB}\n", ("tiers.yaml:1: ", "delete `tiers` here")
+        "connect: auto\ntiers:\n- {backend: fakedisk, path: /a, capacity: 1GiB}\n",
+        ("tiers.yaml:1: ", "delete `tiers` here"),
     ),
     "a socket whose path is too long": Mistake(
         f"socket: /{'a' * 200}\n", ("tiers.yaml:1: ", "socket: a socket's path has at most 107 bytes")
