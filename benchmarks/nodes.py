@@ -27,10 +27,11 @@ __all__ = ["ROWS", "node"]
 
 LOOKUPS = {16: 150.0, 512: 1000.0}
 """Chunks, and the most microseconds that a lookup of so many may take."""
+BLOCKS = (16, 64)
+"""Tokens of an engine's blocks."""
 ROWS = [
     *(f"node.lookup.{chunks}{how}" for chunks in LOOKUPS for how in ("", ".direct")),
-    "node.store",
-    "node.retrieve",
+    *(f"node.{verb}.{block}" for block in BLOCKS for verb in ("store", "retrieve")),
 ]
 PAGE_BYTES = 4096
 COPIES = 12
@@ -39,9 +40,10 @@ COPIES = 12
 
 def node(scale: Scale) -> Iterator[Row]:
     """Rows `node.*`. A lookup finds all of the prompt in the host pool and is hashed beforehand; a store and a retrieve
-    are of one chunk of 32 MiB (blocks of 16 tokens) and end when the call does."""
+    are of one chunk of 32 MiB and end when the call does."""
     yield from _lookups(scale)
-    yield from _copies(scale)
+    for block_tokens in BLOCKS:
+        yield from _copies(scale, block_tokens)
 
 
 def _lookups(scale: Scale) -> Iterator[Row]:
@@ -66,9 +68,11 @@ def _lookups(scale: Scale) -> Iterator[Row]:
         yield plain(f"{name}.direct", statistics.median(took[f"{name}.direct"]), "us")
 
 
-def _copies(scale: Scale) -> Iterator[Row]:
-    engine = Engine(scale.layers, 1, 16)
-    mine, pools = Buffer(engine.nbytes, shared=False), Buffer(engine.nbytes, shared=True)
+def _copies(scale: Scale, block_tokens: int) -> Iterator[Row]:
+    engine = Engine(scale.layers, 1, block_tokens)
+    mine = Buffer(engine.nbytes, shared=False)
+    # As many places as the pool has, one after another: what was copied last would still be in the CPU's caches.
+    pools = [Buffer(engine.nbytes, shared=True) for _ in range(2 * COPIES)]
     took: dict[str, list[float]] = {"store": [], "retrieve": []}
     limits: dict[str, list[float]] = {"store": [], "retrieve": []}
     with served(2 * COPIES * engine.frame_bytes) as settings, Cache.open(settings, engine.namespace) as cache:
@@ -76,7 +80,8 @@ def _copies(scale: Scale) -> Iterator[Row]:
             for _ in range(COPIES):
                 tokens = engine.prompt()
                 view = engine.view()
-                for verb, target, source in (("store", pools, mine), ("retrieve", mine, pools)):
+                pools.append(pool := pools.pop(0))
+                for verb, target, source in (("store", pool, mine), ("retrieve", mine, pool)):
                     limit = seconds(partial(memcpy, target, source, engine.chunk_bytes))
                     needed = seconds(partial(getattr(cache, verb), tokens, view))
                     if number:
@@ -84,7 +89,7 @@ def _copies(scale: Scale) -> Iterator[Row]:
                         took[verb].append(needed)
                 assert cache.lookup(tokens).tokens == engine.tokens
     for verb in took:
-        yield rate(f"node.{verb}", engine.nbytes, took[verb], limits[verb])
+        yield rate(f"node.{verb}.{block_tokens}", engine.nbytes, took[verb], limits[verb])
 
 
 @contextmanager

@@ -50,8 +50,10 @@ BARS = {
     "import_s": 1.0,
     "node.lookup.16": 1.0,
     "node.lookup.512": 1.0,
-    "node.store": 0.7,
-    "node.retrieve": 0.7,
+    "node.store.16": 0.7,
+    "node.retrieve.16": 0.7,
+    "node.store.64": 0.7,
+    "node.retrieve.64": 0.7,
 }
 """The ratio that a row should reach at least."""
 
