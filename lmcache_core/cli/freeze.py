@@ -25,5 +25,6 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.off:
         print(f"the node at {client.path} stores again")
     else:
-        print(f"the node at {client.path} stores nothing new and serves what it has; undo it with: freeze --off")
+        undo = "undo it with: lmcache-core freeze --off"
+        print(f"the node at {client.path} stores nothing new and serves what it has; {undo}")
     return 0

@@ -62,7 +62,8 @@ class Link:
             credentials = self._stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             self.node_pid: int = struct.unpack("3i", credentials)[0]
             self._reader = wire.Reader(self._stream)
-            self._stream.sendall(wire.encode(wire.Hello(wire.VERSION, name, shard, tenant)))
+            with contextlib.suppress(BrokenPipeError):  # it may have said at once why it will not have us
+                self._stream.sendall(wire.encode(wire.Hello(wire.VERSION, name, shard, tenant)))
             self.welcome, fds = self._receive_welcome()
             # Timeouts of the kernel, so that a receive is one system call.
             self._stream.settimeout(None)

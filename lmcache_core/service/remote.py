@@ -114,6 +114,7 @@ class RemoteClient:
         self.why = ""
         """Why the node is not there, when it is not."""
         self._closed = threading.Event()
+        self._why_closed = "this client has been closed"
         self._came = threading.Condition()
         _clients.add(self)
         first = self._connect()
@@ -172,7 +173,7 @@ class RemoteClient:
 
     def _up(self) -> Link:
         if self._closed.is_set():
-            raise ClosedError("this client has been closed")
+            raise ClosedError(self._why_closed)
         link = self._link
         if link is None or link.down:
             raise LinkDown(f"the node at {self.path} is not there")
@@ -542,6 +543,7 @@ def _leave_to_parent() -> None:
     """In a forked child: its copies of sockets would keep the parent's connection up after the parent has died."""
     for client in list(_clients):
         client._closed.set()
+        client._why_closed = "this process was forked, and the client is its parent's; open a Cache of its own here"
         link, client._link = client._link, None
         if link is not None:
             link.abandon()
