@@ -120,14 +120,14 @@ class DirectClient:
     def hold(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> Held:
         """See `Client`."""
         check_keys(keys)
-        spaces, mask = _spaces(model), self._mask(places)
+        spaces, mask, shard = _spaces(model), self._mask(places), self._shard(model.namespace.shards)
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
             found = index.find(spaces, keys, mask)
             asked = self.node.ask(spaces, keys, found.pages, mask) if found.pages < len(keys) else None
             lease = index.lease(found)
         parts = [Part(piece.group, piece.first, piece.pages) for piece in found.pieces]
-        return Held(found.pages, parts, asked, Holding(lease, self._shard_of(model), self._later_end))
+        return Held(found.pages, parts, asked, Holding(lease, shard, self._later_end))
 
     def grant(self, held: Held, start: int, ahead: int) -> list[Grant]:
         """See `Client`."""
@@ -198,11 +198,11 @@ class DirectClient:
     ) -> Storing:
         """See `Client`."""
         check_keys(keys)
-        mask = self._mask(places)
+        spaces, mask, shard = _spaces(model), self._mask(places), self._shard(model.namespace.shards)
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
-            plan = index.plan_store(_spaces(model), keys, at, first_page, mask, PLANNED, self.tenant)
-            filling = Filling(plan, self._shard_of(model), self._later_finish, joined=False)
+            plan = index.plan_store(spaces, keys, at, first_page, mask, PLANNED, self.tenant)
+            filling = Filling(plan, shard, self._later_finish, joined=False)
         while plan.rest:  # of a long store, so that others get the mutex in between
             with self._guard.turn, self._guard.mutex:
                 self._guard.use().plan_more(plan, PLANNED)
@@ -275,8 +275,8 @@ class DirectClient:
             if not isinstance(holding, Holding) or not holding.lease.active:
                 return None
             found = holding.lease.found
-            shards = found.pieces[0].entry.space.known.shards if found.pieces else 1
-            mine = Holding(index.lease(found), self._shard(shards), self._later_end)
+            shard = self._shard(found.pieces[0].entry.space.known.shards if found.pieces else 1)
+            mine = Holding(index.lease(found), shard, self._later_end)
         parts = [Part(piece.group, piece.first, piece.pages) for piece in found.pieces]
         return Held(found.pages, parts, None, mine)
 
@@ -297,9 +297,6 @@ class DirectClient:
                         reservation.slot.acquire()
                         mine.joined[place] = reservation.slot
         return Storing(rooms_of(mine), plan.present, plan.dropped, mine)
-
-    def _shard_of(self, model: Model) -> int:
-        return self._shard(model.namespace.shards)
 
     def _shard(self, shards: int) -> int:
         if self.shard < shards:

@@ -104,15 +104,8 @@ class _Turn:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         guard = self._guard
-        if error is None or _foreseen(error):
+        if error is None or isinstance(error, LMCacheError):  # which is raised before anything is changed
             if guard.index.out:
                 guard.wake()
         else:
             self._guard.interrupted(error)
-
-
-def _foreseen(error: BaseException) -> bool:
-    """Whether an exception is one that the index raises before it changes anything."""
-    while error.__context__ is not None:  # what mends may have failed too
-        error = error.__context__
-    return isinstance(error, LMCacheError)

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import os
 import random
-import select
-import subprocess
 import sys
 import threading
 import time
@@ -26,16 +24,14 @@ import msgspec
 
 from benchmarks.faults.campaign import Report, Run
 from benchmarks.faults.engine import CHUNK_PAGES, Engine, Prompt, namespace
+from benchmarks.faults.processes import Aloud, Talking, say
 from lmcache_backends.disk import log
 from lmcache_backends.disk.inspection import inspect_path
 from lmcache_core import Cache
 
 __all__ = ["Answer", "Child", "Job"]
 
-ROOT = Path(__file__).parents[2]
 THREADS = 3
-PATIENCE = 60.0
-"""Seconds for a child to open a cache and look, on a busy machine."""
 RECENT = 12
 """Prompts that a thread goes on to use."""
 
@@ -70,70 +66,22 @@ class Answer(msgspec.Struct):
     """Files that nothing needs."""
 
 
-class Child:
+class Child(Talking):
     """The process, from outside. It waits for its job from the start, so that it is there at once when needed."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.faults.child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])},
-        )
-
-        self.said: list[str] = []
-        """Lines that nobody has taken down yet."""
-        self._rest = b""
+        super().__init__("-m", "benchmarks.faults.child")
 
     def start(self, job: Job) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(job) + b"\n")
-        self.process.stdin.flush()
+        self.tell(msgspec.json.encode(job))
 
     def answer(self) -> Answer:
-        """What it found. Raises `EOFError` if it died before, `TimeoutError` if it hangs."""
-        return msgspec.json.decode(self.said.pop(self._hear_until("{")), type=Answer)
+        """What it found. Raises as `hear_until` does."""
+        return msgspec.json.decode(self.said.pop(self.hear_until("{")), type=Answer)
 
     def wait_until_durable(self) -> None:
-        """Raises as `answer` does, if nothing becomes durable."""
-        self._hear_until("+")
-
-    def kill(self) -> None:
-        """End it. What it has said is in `said`."""
-        self.process.kill()
-        while self._read(PATIENCE):
-            pass
-        self._let_go()
-
-    def _let_go(self) -> None:
-        self.process.wait(PATIENCE)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-    def _hear_until(self, wanted: str) -> int:
-        """The place in `said` of the next line that begins so."""
-        end = time.monotonic() + PATIENCE
-        heard = len(self.said)
-        while True:
-            for number in range(heard, len(self.said)):
-                if self.said[number].startswith(wanted):
-                    return number
-            heard = len(self.said)
-            if not self._read(end - time.monotonic()):
-                raise EOFError(f"a child ended with {self.process.wait()}")
-
-    def _read(self, seconds: float) -> bool:
-        """Read what there is; False at the end. What a kill has cut off does not count."""
-        assert self.process.stdout is not None
-        fd = self.process.stdout.fileno()
-        if not select.select([fd], [], [], max(0.0, seconds))[0]:
-            raise TimeoutError("a child has said nothing for too long")
-        data = os.read(fd, 1 << 16)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        self.said += [line.decode() for line in lines]
-        return bool(data)
+        """Raises as `hear_until` does, if nothing becomes durable."""
+        self.hear_until("+")
 
     def __enter__(self) -> Child:
         return self
@@ -141,20 +89,6 @@ class Child:
     def __exit__(self, *exc: object) -> None:
         if self.process.returncode is None:
             self.kill()
-
-
-class Aloud(Run):
-    """A run whose outcome is said to whoever listens."""
-
-    def wrong(self, what: str) -> None:
-        say(f"! {what}")
-
-    def lost(self, what: str) -> None:
-        say(f"? {what}")
-
-
-def say(line: str) -> None:
-    os.write(1, f"{line}\n".encode())  # in one piece, whatever other threads say
 
 
 def main() -> None:

@@ -16,8 +16,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.faults.campaign import Report, Run
+from benchmarks.faults.campaign import Report
 from benchmarks.faults.engine import CHUNK_PAGES, Engine, Prompt, namespace
+from benchmarks.faults.processes import Aloud, say
 from lmcache_core import Cache
 from lmcache_core.config import Config
 from lmcache_core.service.remote import RemoteClient
@@ -25,16 +26,6 @@ from lmcache_core.service.remote import RemoteClient
 PROMPTS = 24
 MOST_PAGES = 4 * CHUNK_PAGES
 THREADS = 2
-
-
-class Aloud(Run):
-    """A run whose outcome is said to whoever listens."""
-
-    def wrong(self, what: str) -> None:
-        print(f"! {what}", flush=True)
-
-    def lost(self, what: str) -> None:
-        print(f"? {what}", flush=True)
 
 
 def work(engine: Engine, rng: random.Random, ended: Callable[[], bool]) -> None:
@@ -53,7 +44,7 @@ def work(engine: Engine, rng: random.Random, ended: Callable[[], bool]) -> None:
                 if rng.random() < 0.5:
                     cache.client.release(held)
         if hits >= 20:
-            print(f"= hits {hits}", flush=True)
+            say(f"= hits {hits}")
             hits = 0
 
 
@@ -63,7 +54,7 @@ def main(path: str, seed: str, timeout: str, patience: str) -> None:
     run = Aloud(Report("a client"), 0, int(seed), Path())
     ended = threading.Event()
     with Cache(RemoteClient(path, config), namespace()) as cache:
-        print("ready", flush=True)
+        say("ready")
         threads = []
         for number in range(THREADS):
             engine = Engine(cache, run, deadline=float(patience))
@@ -74,7 +65,7 @@ def main(path: str, seed: str, timeout: str, patience: str) -> None:
         ended.set()
         for thread in threads:
             thread.join()
-    print("end", flush=True)
+    say("end")
 
 
 if __name__ == "__main__":

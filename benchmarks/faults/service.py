@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -19,6 +15,7 @@ from benchmarks.faults.campaign import Campaign, Fault, Run, until
 from benchmarks.faults.client import MOST_PAGES, PROMPTS
 from benchmarks.faults.crash import OVERHEAD, disk_usage
 from benchmarks.faults.engine import Engine, Prompt, frame_shape, namespace, settings
+from benchmarks.faults.processes import Talking
 from benchmarks.faults.stress import leftovers
 from lmcache_core import Cache
 from lmcache_core.config import Config
@@ -26,7 +23,6 @@ from lmcache_core.service.remote import RemoteClient
 
 __all__ = ["FAULTS"]
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 0.5
 """Seconds in which the node must answer a call."""
 PATIENCE = 4.0
@@ -42,57 +38,17 @@ POOL = 64
 """Chunks that the pool has room for: fewer than are stored."""
 
 
-class Child:
-    """A process that says lines."""
+class Member(Talking):
+    """The node, or one of its clients."""
 
     def __init__(self, *words: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])},
-        )
-        self._rest = b""
-        self.said: list[str] = []
-
-    def wait_for(self, start: str, seconds: float = 60.0) -> None:
-        end = time.monotonic() + seconds
-        while not any(line.startswith(start) for line in self.said):
-            if not self._read(end - time.monotonic()):
-                raise EOFError(f"a process ended with {self.process.wait()} before it said {start!r}")
-
-    def _read(self, seconds: float) -> bool:
-        assert self.process.stdout is not None
-        fd = self.process.stdout.fileno()
-        if not select.select([fd], [], [], max(0.0, seconds))[0]:
-            raise TimeoutError("a process has said nothing for too long")
-        data = os.read(fd, 1 << 16)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        self.said += [line.decode() for line in lines]
-        return bool(data)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.close()
+        super().__init__(*words, quiet=True)
 
     def finish(self) -> None:
         """Let a client end by itself."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"end\n")
-        self.process.stdin.flush()
-        self.wait_for("end")
-        self.close()
-
-    def close(self) -> None:
-        while self._read(60.0):
-            pass
-        self.process.wait(60)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        self.tell(b"end")
+        self.hear_until("end")
+        self.wait()
 
     def hear(self, run: Run) -> None:
         """Take down what a client has said."""
@@ -120,16 +76,16 @@ class Host:
         self._seed = campaign.seed
         self.node = self.start()
 
-    def start(self) -> Child:
-        node = Child("-m", "lmcache_core", "serve", "--config", str(self._config), "--socket", str(self.socket))
-        node.wait_for("serving")
+    def start(self) -> Member:
+        node = Member("-m", "lmcache_core", "serve", "--config", str(self._config), "--socket", str(self.socket))
+        node.hear_until("serving")
         return node
 
-    def client(self) -> Child:
+    def client(self) -> Member:
         self._clients += 1
         words = [str(self.socket), str(self._seed + self._clients), str(TIMEOUT), str(PATIENCE)]
-        client = Child("-m", "benchmarks.faults.client", *words)
-        client.wait_for("ready")
+        client = Member("-m", "benchmarks.faults.client", *words)
+        client.hear_until("ready")
         return client
 
     @contextlib.contextmanager
@@ -185,7 +141,7 @@ def stop_nodes(how: str, campaign: Campaign) -> None:
                     host.node.process.send_signal(signal.SIGCONT)
                 for client in clients:
                     client.hear(run)
-                    client.wait_for("= hits")  # it is back, by itself
+                    client.hear_until("= hits")  # it is back, by itself
                 for client in clients:
                     client.finish()
                     client.hear(run)
@@ -237,7 +193,7 @@ def soak(campaign: Campaign) -> None:
         host.close()
 
 
-def own_memory(child: Child) -> int:
+def own_memory(child: Member) -> int:
     """Bytes of a process's memory that are its own: the pool is not."""
     for line in Path(f"/proc/{child.process.pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):

@@ -5,27 +5,20 @@ from __future__ import annotations
 import argparse
 
 from lmcache_core.cli.output import add_json_option, print_json, print_note
-from lmcache_core.cli.running import add_node_options, connected
-from lmcache_core.errors import ConfigError
-from lmcache_core.units import parse_duration
+from lmcache_core.cli.running import add_node_options, add_timeout_option, connected, timeout_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See the package."""
-    parser.add_argument(
-        "--timeout", metavar="TIME", default="60s", help="how long it may take to write (default: %(default)s)"
-    )
+    add_timeout_option(parser, "60s", "how long it may take to write")
     add_node_options(parser)
     add_json_option(parser)
-    parser.set_defaults(run=run, usage_error=parser.error)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Have a node write what is queued and end. The exit code is 1 if not all was written in time."""
-    try:
-        limit = parse_duration(arguments.timeout)
-    except ConfigError as error:
-        arguments.usage_error(f"--timeout: {error}")
+    limit = timeout_of(arguments)
     with connected(arguments) as (client, _):
         try:
             written = client.drain(limit)

@@ -7,9 +7,7 @@ from concurrent.futures import CancelledError
 
 from lmcache_core.cli.output import add_json_option, print_json, visible
 from lmcache_core.cli.prompts import add_prompt_options, at_node
-from lmcache_core.cli.running import not_there
-from lmcache_core.errors import ConfigError
-from lmcache_core.units import parse_duration
+from lmcache_core.cli.running import add_timeout_option, not_there, timeout_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,19 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="source",
         help="only from this tier; may be given more than once; any by default",
     )
-    parser.add_argument(
-        "--timeout", metavar="TIME", default="30s", help="how long to wait for it (default: %(default)s)"
-    )
+    add_timeout_option(parser, "30s", "how long to wait for it")
     add_json_option(parser)
-    parser.set_defaults(run=run, usage_error=parser.error)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Bring what can be restored of a prompt to a tier. The exit code is 1 if that takes longer than the timeout."""
-    try:
-        limit = parse_duration(arguments.timeout)
-    except ConfigError as error:
-        arguments.usage_error(f"--timeout: {error}")
+    limit = timeout_of(arguments)
     with at_node(arguments) as at:
         model = at.client.register(at.cache.namespace)
         future = at.client.prefetch(model, at.prompt.keys, arguments.source, arguments.to)

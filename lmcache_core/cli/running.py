@@ -18,15 +18,16 @@ from lmcache_core.cli.disk_cache import can_be_inspected, look, the_one_named
 from lmcache_core.cli.output import visible
 from lmcache_core.client import SpaceStats
 from lmcache_core.config import Config, load_config
-from lmcache_core.errors import BackendError, LayoutError, LMCacheError
+from lmcache_core.errors import BackendError, ConfigError, LayoutError, LMCacheError
 from lmcache_core.namespace import Namespace
 from lmcache_core.service.address import AUTO, socket_path
 from lmcache_core.service.remote import RemoteClient
-from lmcache_core.units import format_duration
+from lmcache_core.units import format_duration, parse_duration
 
 __all__ = [
     "Known",
     "add_node_options",
+    "add_timeout_option",
     "connected",
     "namespaces_of",
     "not_there",
@@ -34,6 +35,7 @@ __all__ = [
     "registered",
     "settings_of",
     "the_namespace",
+    "timeout_of",
 ]
 
 NO_MANIFESTS: Mapping[bytes, bytes] = MappingProxyType({})
@@ -55,6 +57,21 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the YAML file, for socket, salt and disk tiers; by default the one that LMCACHE_CORE_CONFIG names",
     )
+
+
+def add_timeout_option(parser: argparse.ArgumentParser, default: str, text: str) -> None:
+    """Add `--timeout`, to be read with `timeout_of`."""
+    parser.add_argument("--timeout", metavar="TIME", default=default, help=f"{text} (default: %(default)s)")
+    parser.set_defaults(usage_error=parser.error)
+
+
+def timeout_of(arguments: argparse.Namespace) -> float:
+    """Seconds that `--timeout` says."""
+    try:
+        return parse_duration(arguments.timeout)
+    except ConfigError as error:
+        arguments.usage_error(f"--timeout: {error}")
+        raise  # which it has ended already
 
 
 def settings_of(arguments: argparse.Namespace) -> tuple[str, Config]:

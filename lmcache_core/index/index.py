@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from lmcache_core.counts import Counts
-from lmcache_core.errors import LayoutError, UsageError
+from lmcache_core.errors import LayoutError, LMCacheError, UsageError
 from lmcache_core.frame import shape
 from lmcache_core.hostpool import HostPool
 from lmcache_core.index.boundary import chunks_to_store
@@ -219,7 +219,7 @@ class Index(Loading):
         try:
             for _ in range(left):
                 self._plan_chunk(plan, tenant, *plan.rest.popleft())
-        except Exception:  # whatever went wrong, nothing stays reserved; an interrupt is beyond mending here
+        except LMCacheError:  # nothing stays reserved; what nobody foresaw is beyond mending here
             for reservation in plan.reservations:
                 self.abort(reservation)
             raise

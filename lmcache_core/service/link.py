@@ -75,10 +75,10 @@ class Link:
             with open(fds[0], "rb", closefd=True) as pool:
                 self._map = mmap.mmap(pool.fileno(), self.welcome.pool_bytes)
         except (OSError, wire.WireError, ValueError) as error:
-            self._stream.close()
-            raise LinkDown(f"no node at {path}: {error or type(error).__name__}") from error
+            self._close_sockets()
+            raise LinkDown(f"no node at {path}: {str(error) or type(error).__name__}") from error
         except BaseException:  # whatever it is, no socket stays behind
-            self._stream.close()
+            self._close_sockets()
             raise
         self.memory = memoryview(self._map)
         """The node's pool."""
@@ -252,13 +252,14 @@ class Link:
         """Close this process's copies of the sockets and nothing else, in a forked child."""
         self.down = True
         self.why = "this process was forked"
-        self._stream.close()
-        if self._packets is not None:
-            self._packets.close()
+        self._close_sockets()
 
     def close(self) -> None:
         """Let go of the sockets. The memory stays mapped for those who still copy from it."""
         self.fail("this client was closed")
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         self._stream.close()
         if self._packets is not None:
             self._packets.close()

@@ -56,18 +56,18 @@ LONGEST_PAUSE = 2.0
 
 @dataclass(eq=False, slots=True)
 class RemoteModel:
-    """See `Model`. The number it has is each connection's own."""
+    """See `Model`. The number it has, or why the node will not have it, is each connection's own."""
 
     namespace: Namespace
-    numbers: weakref.WeakKeyDictionary[Link, int] = field(default_factory=weakref.WeakKeyDictionary)
-    refused: str = ""
+    numbers: weakref.WeakKeyDictionary[Link, int | str] = field(default_factory=weakref.WeakKeyDictionary)
 
 
 @dataclass(eq=False, slots=True)
 class _Lease:
     link: Link
     number: int
-    granted: dict[int, wire.Granted]
+    granted: dict[int, Grant]
+    """What came with it, until it is asked for."""
     released: bool = False
 
     def __del__(self) -> None:
@@ -182,17 +182,16 @@ class RemoteClient:
     def _number(self, link: Link, model: Model) -> int:
         if not isinstance(model, RemoteModel):
             raise UsageError("a model that was registered with another client")
-        if model.refused:
-            raise LinkDown(model.refused)
         number = model.numbers.get(link)
         if number is None:
             try:
                 number = link.call(wire.Register(model.namespace), wire.Number).value
             except LayoutError as error:
-                model.refused = str(error)
                 self._log.warning("register", "the node at %s takes no such KV: %s", self.path, error)
-                raise LinkDown(model.refused) from error
+                number = str(error)
             model.numbers[link] = number
+        if isinstance(number, str):
+            raise LinkDown(number)
         return number
 
     def _try(self, call: Callable[[Link], T], otherwise: T) -> T:
@@ -221,8 +220,9 @@ class RemoteClient:
             raise LayoutError(f"a Namespace says what the KV is of; this is a {type(namespace).__name__}")
         model = RemoteModel(namespace)
         self._try(lambda link: self._number(link, model), 0)
-        if model.refused:
-            raise LayoutError(model.refused)
+        for refusal in model.numbers.values():
+            if isinstance(refusal, str):
+                raise LayoutError(refusal)
         return model
 
     def lookup(
@@ -251,25 +251,17 @@ class RemoteClient:
         lease: _Lease | None = held.handle
         if lease is None or lease.released:
             return []
-        link = lease.link
-        if start in lease.granted:  # came with the lease
-            granted = []
-            while start in lease.granted:
-                granted.append(lease.granted.pop(start))
-                start += 1
-        else:
-            try:
-                granted = list(link.call(wire.Grant(lease.number, start, ahead), wire.Grants).granted)
-            except LinkDown:
-                return []
-        return [self._granted(link, each) for each in granted]
-
-    @staticmethod
-    def _granted(link: Link, granted: wire.Granted) -> Grant:
-        if granted.ticket:
-            return Grant(None, granted.tier, link.ticket(granted.ticket, bool))
-        source = link.memory[granted.offset : granted.offset + granted.nbytes].toreadonly()
-        return Grant(source, granted.tier, None, granted.offset)
+        granted = []
+        while start in lease.granted:  # came with the lease
+            granted.append(lease.granted.pop(start))
+            start += 1
+        if granted:
+            return granted
+        try:
+            answer = lease.link.call(wire.Grant(lease.number, start, ahead), wire.Grants)
+        except LinkDown:
+            return []
+        return [_grant(lease.link, each) for each in answer.granted]
 
     def consume(self, held: Held, parts: int) -> None:
         """See `Client`."""
@@ -516,8 +508,16 @@ def _names(places: Sequence[str] | None) -> tuple[str, ...] | None:
     return None if places is None else tuple(places)
 
 
+def _grant(link: Link, granted: wire.Granted) -> Grant:
+    if granted.ticket:
+        return Grant(None, granted.tier, link.ticket(granted.ticket, bool))
+    source = link.memory[granted.offset : granted.offset + granted.nbytes].toreadonly()
+    return Grant(source, granted.tier, None, granted.offset)
+
+
 def _held(link: Link, got: wire.Held) -> Held:
-    lease = _Lease(link, got.hold, dict(enumerate(got.granted)))
+    # All at once, also what nobody may ask for: each ticket is told, and has to be taken.
+    lease = _Lease(link, got.hold, {number: _grant(link, each) for number, each in enumerate(got.granted)})
     asked = link.ticket(got.asked, bool) if got.asked else None
     return Held(got.pages, [Part(part.group, part.first, part.pages) for part in got.parts], asked, lease)
 

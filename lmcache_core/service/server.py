@@ -88,7 +88,6 @@ class NodeServer:
             try:
                 self._listener.socket.settimeout(LOOK)
                 stream, _ = self._listener.socket.accept()
-                stream.settimeout(None)
             except TimeoutError:
                 self._look()
             except OSError as error:

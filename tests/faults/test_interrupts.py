@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.faults.campaign import until
 from benchmarks.faults.engine import CHUNK_PAGES, Engine, Prompt
 from benchmarks.faults.stress import leftovers
-from lmcache_core import ClosedError
+from lmcache_core import ClosedError, LayoutError, UsageError
 from tests.faults.kit import an_engine
 from tests.node.shelf import Shelf
 
@@ -121,6 +122,25 @@ def test_one_that_waits_for_the_mutex_is_interrupted_without_it() -> None:
             raise KeyboardInterrupt
         assert guard.broken
         assert not guard.mutex.locked()
+
+
+def test_a_mistake_of_a_caller_who_is_mending_something_is_a_mistake_and_no_interrupt() -> None:
+    """What is being handled when a call is made has nothing to do with what the call does."""
+    with an_engine() as engine:
+        client = engine.cache.client
+        other = msgspec.structs.replace(engine.cache.namespace, shards=1 << 20)
+        try:
+            raise KeyError("something of the engine's")
+        except KeyError:
+            with pytest.raises(LayoutError, match="too large"):
+                client.register(other)
+            storing = client.begin_store(engine.cache._model, engine.cache.prompt(PROMPT.tokens).keys)
+            client.filled(storing.rooms[0])
+            with pytest.raises(UsageError, match="reported twice"):
+                client.filled(storing.rooms[0])
+            client.finish_store(storing)
+        engine.store(PROMPT)
+        assert engine.retrieve(PROMPT) == PROMPT.pages
 
 
 def test_closing_ends_for_those_who_wait_on_other_threads() -> None:

@@ -268,6 +268,39 @@ def test_a_child_of_a_client_does_not_keep_its_leases(tmp_path: Path) -> None:
         other.close()
 
 
+def test_what_came_with_a_lease_and_was_not_asked_for_is_not_kept(tmp_path: Path) -> None:
+    cache = open_served(tmp_path, Shelf())
+    client: Any = cache.client
+    assert store(cache, "abcdefgh")
+    for _ in range(3):
+        cache.clear(["cpu"])
+        held = client.hold(cache._model, cache.prompt(tokens("abcdefgh")).keys)
+        client.release(held)
+        assert cache.flush(10)
+    until(lambda: not client._link._tickets)
+    assert not client._link._early
+    cache.close()
+
+
+def test_kv_that_a_node_refused_its_successor_may_take(tmp_path: Path) -> None:
+    with serving(tmp_path) as (node, path):
+        cache = remote(path)
+        client: Any = cache.client
+        assert store(cache, "abcd")
+        node.kill()
+        with serving(tmp_path, chunk_tokens=1 << 20, tiers=[]) as (
+            other,
+            _,
+        ):  # in chunks that large it cannot be handled
+            assert client.wait_until_up(30)
+            assert cache.lookup(tokens("abcd")).tokens == 0
+            assert [kind for kind in cache._model.numbers.values() if "too large" in str(kind)]  # type: ignore[attr-defined]
+            other.kill()
+        with serving(tmp_path):
+            until(lambda: cache.lookup(tokens("abcd")).tokens == CHUNK_TOKENS)
+        cache.close()
+
+
 def test_many_threads_of_one_client(tmp_path: Path) -> None:
     cache = open_served(tmp_path, slots=32)
     texts = ["abcd", "efgh", "ijkl", "mnop"]

@@ -168,8 +168,19 @@ def test_a_rank_beyond_the_shards_is_refused(node: Node, tmp_path: Path) -> None
     engine = Engine(tmp_path / "s")
     storing, number = engine.begin()
     third = RemoteClient(str(tmp_path / "s"), Config(CHUNK_TOKENS, PAGE_TOKENS, call_timeout=10.0), shard=2)
-    with pytest.raises(UsageError, match="a client of shard 2 cannot copy chunks of 2 shards"):
-        third.join_store(number)
+    model = third.register(namespace(shards=RANKS))
+    held = engine.scheduler.hold(engine.model, KEYS)
+    lease = engine.scheduler.share(held)
+    engine.scheduler.release(held)
+    for ask in (
+        lambda: third.join_store(number),
+        lambda: third.begin_store(model, KEYS),
+        lambda: third.hold(model, KEYS),
+    ):
+        with pytest.raises(UsageError, match="a client of shard 2 cannot copy chunks of 2 shards"):
+            ask()
     engine.scheduler.finish_store(storing)
+    until(lambda: third.join_hold(lease) is None)
+    assert (third.stats().leases, third.stats().staged, third.stats().slots) == (0, 0, 0)
     third.close()
     engine.close()
