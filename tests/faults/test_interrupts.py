@@ -135,6 +135,7 @@ def test_a_mistake_of_a_caller_who_is_mending_something_is_a_mistake_and_no_inte
             with pytest.raises(LayoutError, match="too large"):
                 client.register(other)
             storing = client.begin_store(engine.cache._model, engine.cache.prompt(PROMPT.tokens).keys)
+            engine.view(PROMPT).gather(0, 0, CHUNK_PAGES, storing.rooms[0].target)
             client.filled(storing.rooms[0])
             with pytest.raises(UsageError, match="reported twice"):
                 client.filled(storing.rooms[0])
