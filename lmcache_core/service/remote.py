@@ -84,6 +84,8 @@ class _Store:
     """Others fill its rooms too."""
     pages: int = 0
     """Of rooms that this client has filled."""
+    last: int = -1
+    """Number of the last room."""
 
     def __del__(self) -> None:
         if not getattr(self, "finished", True):  # it may have been interrupted while it was made
@@ -304,7 +306,10 @@ class RemoteClient:
         store.pages += room.part.pages
         with contextlib.suppress(BufferError):  # somebody has made an array of it and keeps that
             room.target.release()
-        self._cast(store.link, wire.Filled(store.number, number))
+        if number == store.last and not store.shared:
+            store.link.later(wire.Filled(store.number, number))  # with the end of the store, which comes at once
+        else:
+            self._cast(store.link, wire.Filled(store.number, number))
 
     def finish_store(self, storing: Storing) -> Finished:
         """See `Client`."""
@@ -523,7 +528,7 @@ def _held(link: Link, got: wire.Held) -> Held:
 
 
 def _storing(link: Link, got: wire.Rooms, *, shared: bool = False) -> Storing:
-    store = _Store(link, got.store, shared=shared)
+    store = _Store(link, got.store, shared=shared, last=len(got.rooms) - 1)
     rooms = [
         Room(
             Part(room.group, room.first, room.pages),
