@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import NamedTuple
 
 from lmcache_core.cli.output import Column, Page, add_json_option, is_terminal, print_json
@@ -25,6 +27,8 @@ SHARE = 10
 seconds."""
 MOST_ROWS = 12
 """Clients and namespaces that people are shown of each."""
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code, the one that shells tell of a process that SIGTERM has ended."""
 
 
 class Seen(NamedTuple):
@@ -101,7 +105,7 @@ def hits(now: Seen, before: Seen | None = None) -> Hits:
 
 
 def _watch(client: RemoteClient, config: Config, *, as_json: bool) -> None:
-    """Ends by Ctrl-C only."""
+    """Ends by Ctrl-C or SIGTERM only."""
     if as_json or not is_terminal(sys.stdout):
         show = _print_line if as_json else _print_page
         _follow(client, config, show)
@@ -109,6 +113,7 @@ def _watch(client: RemoteClient, config: Config, *, as_json: bool) -> None:
     from rich.live import Live
 
     console = Console(file=sys.stdout)
+    signal.signal(signal.SIGTERM, _end_in_order)
     with Live(console=console, screen=True, auto_refresh=False) as live:
 
         def draw(path: str, seen: Seen | None, before: Seen | None, why: str) -> None:
@@ -116,6 +121,12 @@ def _watch(client: RemoteClient, config: Config, *, as_json: bool) -> None:
             live.update(shown.drawn(console.width), refresh=True)
 
         _follow(client, config, draw)
+
+
+def _end_in_order(number: int, frame: FrameType | None) -> None:
+    """End on SIGTERM as on Ctrl-C, so that the terminal gets its own screen back."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice
+    sys.exit(TERMINATED)
 
 
 def _follow(client: RemoteClient, config: Config, show: Callable[[str, Seen | None, Seen | None, str], None]) -> None:

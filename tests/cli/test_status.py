@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -233,9 +233,10 @@ class Watched:
                 return line
         raise AssertionError(f"it never showed {wanted}")
 
-    def interrupt(self) -> tuple[int, bytes]:
-        """Ctrl-C. Returns its exit code and what it said on standard error."""
-        self.process.send_signal(signal.SIGINT)
+    def interrupt(self, *signals: signal.Signals) -> tuple[int, bytes]:
+        """Ctrl-C, or other signals. Returns its exit code and what it said on standard error."""
+        for each in signals or [signal.SIGINT]:
+            self.process.send_signal(each)
         err = self.process.communicate(timeout=30)[1]
         return self.process.returncode, err
 
@@ -278,28 +279,59 @@ def test_a_node_is_followed_when_it_dies_and_comes_back(tmp_path: Path) -> None:
         assert watched.interrupt() == (130, b"")
 
 
+class Terminal:
+    """A terminal, as the side that draws sees it."""
+
+    def __init__(self) -> None:
+        self._parent, self.child = pty.openpty()
+        self._text = ""
+
+    def until(self, word: str, times: int) -> None:
+        """Wait until something has been drawn so often."""
+        while self._text.count(word) < times:
+            assert select.select([self._parent], [], [], 30)[0], "nothing is drawn"
+            self._text += os.read(self._parent, 65536).decode()
+
+    def all(self) -> str:
+        """What was written to it, when everybody has closed it."""
+        with suppress(OSError):  # how a terminal tells that the other side has closed it
+            while part := os.read(self._parent, 65536):
+                self._text += part.decode()
+        os.close(self._parent)
+        return self._text
+
+
+@contextmanager
+def redrawn(process: AtWork) -> Iterator[tuple[Watched, Terminal]]:
+    """A node that is watched on a terminal, and what is seen there."""
+    terminal = Terminal()
+    with watching("--socket", str(process.socket), stdout=terminal.child) as watched:
+        os.close(terminal.child)
+        yield watched, terminal
+
+
 def test_a_terminal_is_redrawn(process: AtWork) -> None:
     process.fill(prompt_of(1, 3))
-    parent, child = pty.openpty()
-    with watching("--socket", str(process.socket), stdout=child) as watched:
-        os.close(child)
-        text = ""
-        while text.count("just now") < 2:
-            assert select.select([parent], [], [], 30)[0], "nothing is drawn"
-            text += os.read(parent, 65536).decode()
+    with redrawn(process) as (watched, terminal):
+        terminal.until("just now", times=2)
         assert watched.interrupt() == (130, b"")
-        try:
-            while part := os.read(parent, 65536):
-                text += part.decode()
-        except OSError:
-            pass  # how a terminal tells that the other side has closed it
-    os.close(parent)
+        text = terminal.all()
     assert text.startswith("\x1b[?1049h"), "a screen of its own"
     assert text.count("\x1b[?1049l") == 1, "given back at the end"
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.replace("\x1b[H", "\n")).replace("\r\n", "\n")
     assert max(len(line) for line in plain.splitlines()) <= 80
     assert "model-a" in plain
     assert "nothing looked up" in plain
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_sigterm_gives_the_terminal_back(process: AtWork, times: int) -> None:
+    with redrawn(process) as (watched, terminal):
+        terminal.until("node ", times=1)
+        assert watched.interrupt(*[signal.SIGTERM] * times) == (143, b"")
+        text = terminal.all()
+    for shown, hidden in (("\x1b[?1049h", "\x1b[?1049l"), ("\x1b[?25l", "\x1b[?25h")):
+        assert text.count(shown) == text.count(hidden) == 1, "the screen and the cursor"
 
 
 def test_elsewhere_pages_follow_one_another(process: AtWork) -> None:
