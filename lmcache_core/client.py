@@ -161,6 +161,16 @@ class OwnerStats:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptStats:
+    """What pins hold that outlive who asked for them; sizes in bytes."""
+
+    chunks: int = 0
+    nbytes: int = 0
+    most: int = 0
+    """Bytes that they may hold."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """State of a node; sizes in bytes."""
 
@@ -177,6 +187,7 @@ class Stats:
     counts: Mapping[str, Mapping[str, float]]
     frozen: bool = False
     owners: Sequence[OwnerStats] = ()
+    kept: KeptStats = field(default_factory=KeptStats)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from lmcache_core.index.index import EVERYWHERE
 from lmcache_core.index.residency import CPU
 from lmcache_core.namespace import Namespace
 from lmcache_core.node import Node
+from lmcache_core.pins import Pins
 from lmcache_core.statistics import node_stats, space_stats
 
 PLANNED = 64
@@ -46,9 +47,12 @@ class DirectModel:
 
 
 class DirectClient:
-    """See `Client`. Closing it closes the node if it `owns` it. By default its tenant is the node's."""
+    """See `Client`. Closing it closes the node if it `owns` it. By default its tenant is the node's, and its pins are
+    its own."""
 
-    def __init__(self, node: Node, *, owns: bool = False, shard: int = 0, tenant: str | None = None) -> None:
+    def __init__(
+        self, node: Node, *, owns: bool = False, shard: int = 0, tenant: str | None = None, pins: Pins | None = None
+    ) -> None:
         self.node = node
         self.shard = shard
         self.tenant = node.config.tenant if tenant is None else tenant
@@ -59,8 +63,7 @@ class DirectClient:
         self._owns = owns
         self._bits = {CPU: POOL} | {tier.name: tier_bit(n) for n, tier in enumerate(node.config.tiers)}
         self._names = {bit: name for name, bit in self._bits.items()}
-        self._pins: dict[tuple[bytes, ...], list[Found]] = {}
-        """What each pin has found, by space and keys; what is found when it ends may be something else."""
+        self._pins = Pins() if pins is None else pins
 
     @property
     def places(self) -> Sequence[str]:
@@ -369,34 +372,19 @@ class DirectClient:
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
             found = index.find(_spaces(model), keys)
-            index.pin(piece.entry for piece in found.pieces)
-            if found.pieces:
-                self._pins.setdefault((_spaces(model)[0].digest, *keys), []).append(found)
+            self._pins.add(index, (_spaces(model)[0].digest, *keys), found)
         return found.pages
 
     def unpin(self, model: Model, keys: Sequence[bytes]) -> int:
         """See `Client`."""
         check_keys(keys)
         with self._guard.turn, self._guard.mutex:
-            index = self._guard.use()
-            pins = self._pins.pop(name := (_spaces(model)[0].digest, *keys), [])
-            pieces = pins.pop().pieces if pins else []
-            if pins:
-                self._pins[name] = pins
-            pinned = [piece for piece in pieces if piece.entry.pins == 1]
-            index.unpin(piece.entry for piece in pieces)
-        return sum(piece.pages for piece in pinned if piece.group == 0)
+            return self._pins.remove(self._guard.use(), (_spaces(model)[0].digest, *keys))
 
     def unpin_all(self) -> int:
         """Undo all that was pinned through this client. Returns how many chunks are pinned no longer."""
-        freed = 0
         with self._guard.turn, self._guard.mutex:
-            index = self._guard.use()
-            for pins in self._pins.values():
-                for found in pins:
-                    freed += index.unpin(piece.entry for piece in found.pieces)
-            self._pins.clear()
-        return freed
+            return self._pins.clear(self._guard.use())
 
     def evict(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> int:
         """See `Client`."""

@@ -55,6 +55,11 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "pool_chunks": ("Chunks that can be read from the host pool.", lambda stats: stats.chunks),
     "leases": ("Leases that have not ended.", lambda stats: stats.leases),
     "pinned_chunks": ("Chunks that are pinned.", lambda stats: stats.pinned),
+    "kept_pins_bytes": (
+        "Bytes of chunks that are pinned until somebody unpins them, on whichever tiers they are.",
+        lambda stats: stats.kept.nbytes,
+    ),
+    "kept_pins_limit_bytes": ("Most bytes that such pins may hold.", lambda stats: stats.kept.most),
     "staged_chunks": ("Chunks that are reserved and not yet readable.", lambda stats: stats.staged),
     "event_loop_lag_seconds": (
         "How late the event loop was when it last looked at the clock.",

@@ -29,6 +29,7 @@ from lmcache_core.index.residency import CPU
 from lmcache_core.index.shares import OwnerKind, ShareRules
 from lmcache_core.loop import LoopThread
 from lmcache_core.namespace import Group, GroupKind, Namespace
+from lmcache_core.pins import KeptPins
 from lmcache_core.probe import Prober
 from lmcache_core.protocols import RemembersUse, Scannable, StorageBackend
 from lmcache_core.ratelog import LogWriter, RateLog
@@ -106,6 +107,8 @@ class Node:
         self.shared: dict[int, object] = {}
         """Leases and stores of clients that others can join, by number. Guarded by the mutex."""
         self._numbers = 0
+        self.kept = KeptPins()
+        """Pins that outlive the client that asked for them. Guarded by the mutex."""
         self.drained = threading.Event()
         """Set when a client has asked the node to end and what was queued is written."""
         self.servers: list[Server] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lmcache_core.client import OwnerStats, SpaceStats, Stats, TierStats
+from lmcache_core.client import KeptStats, OwnerStats, SpaceStats, Stats, TierStats
 from lmcache_core.guard import IndexGuard
 from lmcache_core.index import POOL
 from lmcache_core.node import Node
@@ -19,6 +19,7 @@ def node_stats(node: Node, bits: Mapping[str, int]) -> Stats:
     guard = node.guard
     with guard.turn, guard.mutex:
         index = guard.use()
+        kept = node.kept.entries(index)
         tiers = [
             TierStats(
                 runner.config.name,
@@ -55,6 +56,7 @@ def node_stats(node: Node, bits: Mapping[str, int]) -> Stats:
                 )
                 for owner in index.owners.values()
             ],
+            KeptStats(len(kept), sum(entry.nbytes for entry in kept), node.kept.room(index)[0]),
         )
 
 

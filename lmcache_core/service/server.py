@@ -40,7 +40,7 @@ class NodeServer:
     def __init__(self, node: Node, path: str) -> None:
         self.path = path
         self._node = node
-        self._keeper = DirectClient(node)
+        self._keeper = DirectClient(node, pins=node.kept)
         """Has the pins that outlive the client who asked for them."""
         self._listener = Listener(path)
         self._sessions: dict[Session, threading.Thread] = {}

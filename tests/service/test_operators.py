@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from lmcache_core import Cache, pins
+from lmcache_core.client import KeptStats
+from lmcache_core.errors import UsageError
 from lmcache_core.namespace import Namespace
 from lmcache_core.service.remote import RemoteClient
 from tests.node.kv import (
@@ -119,6 +124,71 @@ def test_pins_that_the_node_keeps_outlive_who_asked_for_them(tmp_path: Path) -> 
         assert client.stats().pinned == 0
         at_rest(cache)
         cache.close()
+
+
+def kept(cache: Cache, text: str) -> int:
+    """Pin a prompt for good; returns its pages."""
+    client: RemoteClient = cache.client  # type: ignore[assignment]
+    return client.pin(cache._model, cache.prompt(tokens(text)).keys, kept=True)
+
+
+def test_kept_pins_hold_at_most_half_of_the_pool(tmp_path: Path) -> None:
+    cache = open_served(tmp_path, Shelf(), slots=6)
+    client: RemoteClient = cache.client  # type: ignore[assignment]
+    assert store(cache, "abcdefgh")
+    assert store(cache, "ijklmnop")
+    assert [kept(cache, "abcdefgh"), kept(cache, "abcd"), kept(cache, "ijkl")] == [8, 4, 4]
+    with pytest.raises(UsageError) as refused:
+        kept(cache, "ijklmnop")
+    assert str(refused.value) == (
+        "kept pins hold at most 60KiB, half of cpu: they hold 60KiB of "
+        f"{namespace().content.hex()[:16]}, and this prompt needs 20KiB more; undo some with: lmcache-core unpin FILE; "
+        "or all with: lmcache-core unpin --all"
+    )
+    assert client.stats().kept == KeptStats(3, 3 * CHUNK_FRAME, 3 * CHUNK_FRAME)
+    for text in ("qrst", "uvwx", "qrstuvwx"):
+        assert store(cache, text), "the other half is anybody's"
+    assert cache.pin(tokens("qrst")) == 4 * PAGE_TOKENS, "an engine's own pins end with it"
+    assert cache.unpin(tokens("qrst")) == 4 * PAGE_TOKENS
+    assert client.unpin(cache._model, cache.prompt(tokens("abcd")).keys, kept=True) == 0, "it is pinned twice"
+    assert client.unpin(cache._model, cache.prompt(tokens("abcdefgh")).keys, kept=True) == 8
+    assert client.stats().kept == KeptStats(1, CHUNK_FRAME, 3 * CHUNK_FRAME)
+    assert kept(cache, "ijklmnop") == 8
+    assert client.unpin_kept() == 2
+    assert client.stats().kept == KeptStats(0, 0, 3 * CHUNK_FRAME)
+    at_rest(cache)
+    cache.close()
+
+
+def test_kept_pins_hold_at_most_half_of_a_tier_that_is_smaller(tmp_path: Path) -> None:
+    cache = open_served(tmp_path, Shelf(), slots=8, tiers=[{"capacity": 2 * CHUNK_FRAME}])
+    assert store(cache, "abcd")
+    assert store(cache, "ijkl")
+    assert kept(cache, "abcd") == 4
+    with pytest.raises(UsageError, match=r"at most 20KiB, half of t0: they hold 20KiB of"):
+        kept(cache, "ijkl")
+    assert kept(cache, "abcd") == 4, "which holds no more"
+    cache.close()
+
+
+def test_kept_pins_are_bounded_and_those_of_what_is_gone_count_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pins, "MOST_KEPT", 2)
+    cache = open_served(tmp_path, slots=4)
+    client: RemoteClient = cache.client  # type: ignore[assignment]
+    store(cache, "abcd")
+    assert [kept(cache, "abcd"), kept(cache, "abcd")] == [4, 4]
+    with pytest.raises(UsageError, match=r"keeps 2 pins, and no more; undo some with: lmcache-core unpin FILE; or all"):
+        kept(cache, "abcd")
+    cache.clear()
+    assert client.stats().kept.nbytes == 0
+    store(cache, "efgh")
+    assert kept(cache, "efgh") == 4
+    assert client.stats().kept.nbytes == CHUNK_FRAME
+    assert client.unpin_kept() == 1
+    at_rest(cache)
+    cache.close()
 
 
 def test_a_client_knows_why_its_node_is_not_there(tmp_path: Path) -> None:
