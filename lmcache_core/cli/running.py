@@ -99,7 +99,7 @@ def connected(arguments: argparse.Namespace, *, must: bool = True) -> Iterator[t
     """
     path, config = settings_of(arguments)
     logging.getLogger("lmcache_core").addHandler(logging.NullHandler())  # what is wrong, the command says itself
-    client = RemoteClient(path, config, own_name(arguments.command))
+    client = RemoteClient(path, config, own_name(arguments.command), operator=True)
     try:
         if must and not client.wait_until_up(0):
             raise not_there(client, config)

@@ -38,12 +38,15 @@ class Link:
         deadline: Seconds in which the node must answer.
         shard: Of the client's rank.
         tenant: Whose the client's chunks are.
+        operator: Whether it is an operator's command.
 
     Raises:
         LinkDown: There is no node, or it does not answer.
     """
 
-    def __init__(self, path: str, name: str, deadline: float, shard: int = 0, tenant: str = "") -> None:
+    def __init__(
+        self, path: str, name: str, deadline: float, shard: int = 0, tenant: str = "", *, operator: bool = False
+    ) -> None:
         self.down = False
         self.why = ""
         self._deadline = deadline
@@ -63,7 +66,7 @@ class Link:
             self.node_pid: int = struct.unpack("3i", credentials)[0]
             self._reader = wire.Reader(self._stream)
             with contextlib.suppress(BrokenPipeError):  # it may have said at once why it will not have us
-                self._stream.sendall(wire.encode(wire.Hello(wire.VERSION, name, shard, tenant)))
+                self._stream.sendall(wire.encode(wire.Hello(wire.VERSION, name, shard, tenant, operator)))
             self.welcome, fds = self._receive_welcome()
             # Timeouts of the kernel, so that a receive is one system call.
             self._stream.settimeout(None)

@@ -100,15 +100,17 @@ class RemoteClient:
         config: Settings of this client: `call_timeout`, `tenant`, and what to assume of a node not seen yet.
         name: What the node calls this client to people; the program's name by default.
         shard: The part of each chunk that this client copies: that of its rank.
+        operator: Whether it is an operator's command, for which a node has places of their own.
     """
 
-    def __init__(self, path: str, config: Config, name: str = "", *, shard: int = 0) -> None:
+    def __init__(self, path: str, config: Config, name: str = "", *, shard: int = 0, operator: bool = False) -> None:
         self.path = path
         self.shard = shard
         self.tenant = config.tenant
         self.chunk_tokens = config.chunk_tokens
         self.page_tokens = config.page_tokens
         self.retention_tokens = config.retention_tokens
+        self._operator = operator
         self._name = name or f"{os.path.basename(sys.argv[0] or 'python')} ({os.getpid()})"
         self._deadline = config.call_timeout
         self._log = RateLog(log, config.log_interval)
@@ -127,7 +129,7 @@ class RemoteClient:
 
     def _connect(self) -> Link | None:
         try:
-            link = Link(self.path, self._name, self._deadline, self.shard, self.tenant)
+            link = Link(self.path, self._name, self._deadline, self.shard, self.tenant, operator=self._operator)
         except LinkDown as error:
             self.why = str(error)
             self._log.warning("connect", "%s; what it would give is computed until it is there", error)

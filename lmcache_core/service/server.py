@@ -21,6 +21,10 @@ from lmcache_core.service.session import Session
 log = logging.getLogger(__name__)
 
 MOST_CLIENTS = 256
+OPERATORS = 8
+"""Places besides these for operators' commands, which must come through when engines have taken all others."""
+MOST_STRANGERS = 64
+"""Connections that have not said yet whose they are."""
 JOIN_TIMEOUT = 5.0
 LOOK = 1.0
 """Seconds between two looks whether the socket is still there."""
@@ -112,7 +116,7 @@ class NodeServer:
 
     def _let_in(self, stream: socket.socket) -> None:
         try:
-            session = Session(self._node, stream, lambda: self.sessions, self._keeper)
+            session = Session(self._node, stream, lambda: self.sessions, self._keeper, self._admit)
         except (OSError, MemoryError) as error:
             log.warning("a client could not be let in: %s", error)
             stream.close()
@@ -125,8 +129,8 @@ class NodeServer:
                 )
             elif self._closed:
                 refusal = "the node is being closed"
-            elif len(self._sessions) >= MOST_CLIENTS:
-                refusal = f"the node has its {MOST_CLIENTS} clients; close some that are not needed"
+            elif sum(not each.admitted for each in self._sessions) >= MOST_STRANGERS:
+                refusal = f"{MOST_STRANGERS} connections have not said yet whose they are; try again"
             else:
                 thread = threading.Thread(
                     target=self._run, args=(session,), name=f"lmcache-client-{session.pid}", daemon=True
@@ -137,10 +141,28 @@ class NodeServer:
                 except RuntimeError as error:  # the system gives no more threads
                     refusal = str(error)
         if refusal is not None:
-            log.warning("process %d is sent away: %s", session.pid, refusal)
+            self._faults.warning("sent away", "process %d is sent away: %s", session.pid, refusal)
             with contextlib.suppress(OSError):
                 stream.sendall(wire.encode(wire.Failed("PermissionError", refusal)))
             session.end()
+
+    def _admit(self, session: Session) -> str | None:
+        """Give a client that has said who it is its place. Returns why it has none, if it has none."""
+        with self._lock:
+            admitted = [each for each in self._sessions if each.admitted]
+            engines = sum(not each.operator for each in admitted)
+            refusal = None
+            if not session.operator and engines >= MOST_CLIENTS:
+                refusal = f"the node has its {MOST_CLIENTS} clients; close some that are not needed"
+            elif len(admitted) >= MOST_CLIENTS + OPERATORS:
+                refusal = (
+                    f"the node has its {MOST_CLIENTS} clients and {OPERATORS} commands of operators; end some that are "
+                    "not needed, such as `lmcache-core status --watch`"
+                )
+            session.admitted = refusal is None
+        if refusal is not None:
+            self._faults.warning("sent away", "process %d is sent away: %s", session.pid, refusal)
+        return refusal
 
     def _run(self, session: Session) -> None:
         try:

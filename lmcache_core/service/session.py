@@ -40,17 +40,35 @@ HELLO_TIMEOUT = 5.0
 
 
 class Session:
-    """See the module. `run` serves until the client has left or is sent away."""
+    """See the module. `run` serves until the client has left or is sent away.
+
+    Args:
+        node: What is served.
+        stream: To the client.
+        all_of_them: The sessions that there are.
+        keeper: Has the pins that the node keeps.
+        admit: Why a client that has said who it is cannot be served, if it cannot.
+    """
 
     def __init__(
-        self, node: Node, stream: socket.socket, all_of_them: Callable[[], Sequence[Session]], keeper: DirectClient
+        self,
+        node: Node,
+        stream: socket.socket,
+        all_of_them: Callable[[], Sequence[Session]],
+        keeper: DirectClient,
+        admit: Callable[[Session], str | None],
     ) -> None:
         self.name = "?"
+        self.operator = False
+        """It is an operator's command, by its own word."""
+        self.admitted = False
+        """It has said who it is and has a place. Set by whoever admits it."""
         self.pid, self.uid, self.gid = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         self._client = DirectClient(node)
         self._keeper = keeper
         self._node = node
         self._all = all_of_them
+        self._admit = admit
         self._since = time.monotonic()
         self._stream = stream
         self._reader = wire.Reader(stream)
@@ -143,6 +161,10 @@ class Session:
             raise wire.WireError(f"{hello.tenant[:100]!r} is no name of a tenant")
         self._client.shard = hello.shard
         self._client.tenant = hello.tenant
+        self.operator = hello.operator
+        refusal = self._admit(self)
+        if refusal is not None:
+            raise wire.WireError(refusal)
         client, pool = self._client, self._node.pool
         welcome = wire.Welcome(
             wire.VERSION,

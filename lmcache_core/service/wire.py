@@ -20,7 +20,7 @@ import msgspec
 from lmcache_core.errors import LMCacheError, UsageError
 from lmcache_core.namespace import Namespace
 
-VERSION = 1
+VERSION = 2
 MOST_BYTES = 16 << 20
 """Length of the longest message: the keys of half a million pages."""
 KEY_BYTES = 32
@@ -52,6 +52,8 @@ class Hello(_Message, tag=0):
     """Of its rank."""
     tenant: str = ""
     """Whose its chunks are; the model's without one."""
+    operator: bool = False
+    """It is an operator's command: there is a place for it when engines have taken all of theirs."""
 
 
 class Register(_Message, tag=1):

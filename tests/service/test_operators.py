@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from lmcache_core import Cache, pins
+from lmcache_core.cli import main
 from lmcache_core.client import KeptStats
+from lmcache_core.config import Config
 from lmcache_core.errors import UsageError
 from lmcache_core.namespace import Namespace
+from lmcache_core.service import server
 from lmcache_core.service.remote import RemoteClient
 from tests.node.kv import (
     CHUNK_FRAME,
@@ -24,7 +28,7 @@ from tests.node.kv import (
     until,
 )
 from tests.node.shelf import Shelf
-from tests.service.kit import open_served, remote, serving
+from tests.service.kit import Served, open_served, remote, serving
 
 
 def test_what_a_node_holds_by_namespace(tmp_path: Path) -> None:
@@ -188,6 +192,69 @@ def test_kept_pins_are_bounded_and_those_of_what_is_gone_count_no_more(
     assert client.stats().kept.nbytes == CHUNK_FRAME
     assert client.unpin_kept() == 1
     at_rest(cache)
+    cache.close()
+
+
+def client_of(cache: Cache, *, operator: bool) -> RemoteClient:
+    served: Served = cache.client  # type: ignore[assignment]
+    return RemoteClient(served.path, Config(call_timeout=10.0), "operator" if operator else "engine", operator=operator)
+
+
+def test_operators_come_through_when_engines_have_taken_all_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MOST_CLIENTS", 2)
+    monkeypatch.setattr(server, "OPERATORS", 1)
+    cache = open_served(tmp_path)  # an engine
+    second, third = client_of(cache, operator=False), client_of(cache, operator=False)
+    assert "the node has its 2 clients; close some that are not needed" in third.why
+    assert main(["freeze", "--socket", second.path]) == 0, "commands say that they are operators'"
+    until(lambda: len(second.clients()) == 2)
+    assert second.stats().frozen
+    operator, another = client_of(cache, operator=True), client_of(cache, operator=True)
+    assert [each.name for each in operator.clients()][1:] == ["engine", "operator"]
+    assert "2 clients and 1 commands of operators; end some that are not needed" in another.why
+    another.close()
+    second.close()
+    assert third.wait_until_up(20), "it has the place of one that has left"
+    assert len(third.clients()) == 3
+    operator.close()
+    third.close()
+    cache.close()
+
+
+def test_operators_take_no_place_of_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_CLIENTS", 2)
+    monkeypatch.setattr(server, "OPERATORS", 1)
+    cache = open_served(tmp_path)  # an engine
+    operators = [client_of(cache, operator=True) for _ in range(2)]
+    assert [each.why for each in operators] == ["", ""], "what engines leave is anybody's"
+    operators.pop().close()
+    served: Served = cache.client  # type: ignore[assignment]
+    until(lambda: len(served.clients()) == 2)
+    engine = client_of(cache, operator=False)
+    assert (engine.why, len(engine.clients())) == ("", 3)
+    for client in (engine, *operators):
+        client.close()
+    cache.close()
+
+
+def test_connections_that_say_nothing_take_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_CLIENTS", 2)
+    monkeypatch.setattr(server, "MOST_STRANGERS", 3)
+    cache = open_served(tmp_path)
+    served: Served = cache.client  # type: ignore[assignment]
+    strangers = []
+    for number in range(3):
+        strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        strangers[-1].connect(served.path)
+        until(lambda number=number: len(served.server.sessions) == number + 2)  # type: ignore[misc]
+    refused = client_of(cache, operator=True)
+    assert "3 connections have not said yet whose they are; try again" in refused.why
+    for stranger in strangers:
+        stranger.close()
+    assert refused.wait_until_up(20)
+    refused.close()
     cache.close()
 
 
