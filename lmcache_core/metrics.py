@@ -12,7 +12,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from lmcache_core import __version__
 from lmcache_core.checkup import Health
-from lmcache_core.client import Client, Stats, TierStats
+from lmcache_core.client import Client, OwnerStats, Stats, TierStats
 from lmcache_core.counts import COUNTERS
 from lmcache_core.errors import ClosedError, ConfigError
 from lmcache_core.index.decisions import Refusal
@@ -84,6 +84,12 @@ TIER_GAUGES: dict[str, tuple[str, Callable[[TierStats], float | None]]] = {
 }
 """Gauges of each tier, with the label `tier`; None leaves one out."""
 
+OWNER_BYTES = "Bytes of chunks that an owner holds, those being stored, read or written included."
+MOST_OWNERS = 20
+"""Owners with series of their own, those that hold most. All others together are one more."""
+OTHERS = "other"
+"""Kind and name of these."""
+
 BACKEND_EVENTS = "What a tier's backend counts, by the backend's own names."
 BUILD_INFO = "Always 1; the label says which version this is."
 
@@ -134,6 +140,7 @@ def _families(stats: Stats) -> Iterator[Metric]:
             if value is not None:
                 gauge.add_metric([tier.name], value)
         yield gauge
+    yield _owners(stats.owners)
     events = CounterMetricFamily(f"{PREFIX}backend_events", BACKEND_EVENTS, labels=["tier", "event"])
     for tier in stats.tiers:
         for event, number in tier.counters.items():
@@ -142,6 +149,22 @@ def _families(stats: Stats) -> Iterator[Metric]:
     info = GaugeMetricFamily(f"{PREFIX}build_info", BUILD_INFO, labels=["version"])
     info.add_metric([__version__], 1)
     yield info
+
+
+def _owners(owners: Sequence[OwnerStats]) -> Metric:
+    """What each of the largest holds, and all others together, so that the sum is right and series are few."""
+    gauge = GaugeMetricFamily(f"{PREFIX}owner_bytes", OWNER_BYTES, labels=["kind", "owner", "tier"])
+    largest = sorted(owners, key=lambda owner: (-sum(owner.nbytes.values()), owner.kind, owner.name))
+    for owner in largest[:MOST_OWNERS]:
+        for tier, nbytes in owner.nbytes.items():
+            gauge.add_metric([owner.kind, owner.name, tier], nbytes)
+    others: dict[str, int] = {}
+    for owner in largest[MOST_OWNERS:]:
+        for tier, nbytes in owner.nbytes.items():
+            others[tier] = others.get(tier, 0) + nbytes
+    for tier, nbytes in others.items():
+        gauge.add_metric([OTHERS, OTHERS, tier], nbytes)
+    return gauge
 
 
 def _counters(stats: Stats) -> Iterator[Metric]:

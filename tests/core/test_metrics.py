@@ -18,12 +18,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache_backends.disk.inspection import inspect_path
-from lmcache_core import Cache, ConfigError
-from lmcache_core.client import Client
+from lmcache_core import Cache, ConfigError, metrics
+from lmcache_core.client import Client, OwnerStats, Stats
 from lmcache_core.config import Config, MetricsConfig
 from lmcache_core.counts import COUNTERS
+from lmcache_core.direct import DirectClient
 from lmcache_core.index.decisions import Refusal
-from lmcache_core.metrics import GAUGES, TIER_GAUGES, MetricsServer, serve_metrics
+from lmcache_core.metrics import GAUGES, TIER_GAUGES, MetricsServer, NodeCollector, serve_metrics
 from tests.cli.kv import CHUNK_TOKENS, FRAME_BYTES, PAGE_BYTES, PAGE_TOKENS, View, make_namespace, prompt_of, settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -394,13 +395,57 @@ def test_the_core_does_not_import_prometheus_by_itself() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
 
 
+def test_what_models_and_tenants_hold_is_told_by_tier(cache: Cache, server: MetricsServer) -> None:
+    name = cache.namespace.model_name or cache.namespace.content.hex()[:16]
+    assert scrape(server)["owner_bytes", f"model,{name},cpu"] == 0
+    tokens = prompt_of(1, 3)
+    assert cache.store(tokens, View(len(tokens), seed=1)).wait(10)
+    node = cache.client.node  # type: ignore[attr-defined]
+    tenant = Cache(DirectClient(node, tenant='t "1"'), make_namespace())
+    tokens = prompt_of(2, 2)
+    assert tenant.store(tokens, View(len(tokens), seed=2)).wait(10)
+    cache.evict(prompt_of(1, 3), ["cpu"])
+    told = {labels: value for (name, labels), value in scrape(server).items() if name == "owner_bytes"}
+    assert told == {
+        f"model,{name},cpu": 0,
+        f"model,{name},disk": 3 * FRAME_BYTES,
+        'tenant,t "1",cpu': 2 * FRAME_BYTES,
+        'tenant,t "1",disk': 2 * FRAME_BYTES,
+    }
+
+
+def test_owners_beyond_the_largest_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MOST_OWNERS", 2)
+    held = {"a": (5, 0), "b": (1, 70), "c": (3, 6), "d": (2, 2), "other": (8, 80)}
+    owners = [OwnerStats("tenant", name, {"cpu": cpu, "disk": disk}) for name, (cpu, disk) in held.items()]
+    stats = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0.0, (), {}, owners=owners)
+    (family,) = [each for each in NodeCollector(lambda: stats).collect() if each.name == "lmcache_core_owner_bytes"]
+    assert {tuple(sample.labels.values()): sample.value for sample in family.samples} == {
+        ("tenant", "other", "cpu"): 8,
+        ("tenant", "other", "disk"): 80,
+        ("tenant", "b", "cpu"): 1,
+        ("tenant", "b", "disk"): 70,
+        ("other", "other", "cpu"): 5 + 3 + 2,
+        ("other", "other", "disk"): 0 + 6 + 2,
+    }
+
+
+def test_a_thousand_owners_are_no_more_series() -> None:
+    owners = [OwnerStats("tenant", f"t{number}", {"cpu": number}) for number in range(1000)]
+    stats = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0.0, (), {}, owners=owners)
+    (family,) = [each for each in NodeCollector(lambda: stats).collect() if each.name == "lmcache_core_owner_bytes"]
+    assert len(family.samples) == metrics.MOST_OWNERS + 1
+    assert sum(sample.value for sample in family.samples) == sum(range(1000))
+
+
 # Names
 
 
 def exported() -> list[str]:
     counters = [f"lmcache_core_{name}_total" for name in COUNTERS]
     gauges = [f"lmcache_core_{name}" for name in [*GAUGES, *TIER_GAUGES]]
-    return [*counters, *gauges, "lmcache_core_backend_events_total", "lmcache_core_build_info"]
+    others = ["lmcache_core_owner_bytes", "lmcache_core_backend_events_total", "lmcache_core_build_info"]
+    return [*counters, *gauges, *others]
 
 
 def test_no_metric_is_exported_that_these_tests_do_not_know(server: MetricsServer) -> None:
