@@ -92,16 +92,18 @@ def tier_name(name: str, value: Any) -> str:
 
 
 def seconds(value: Any, name: str = "a timeout") -> float | None:
-    """A timeout that every wait accepts: not below 0, and no longer than some years. None is for ever.
+    """A timeout that every wait accepts: no longer than some years. None is for ever.
 
     Raises:
-        UsageError: It is no number.
+        UsageError: It is no number, or a negative one.
     """
     if value is None:
         return None
     if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
         raise UsageError(f"{name} is a number of seconds, or None to wait for as long as it takes; not {shown(value)}")
-    return float(min(max(0.0, value), LONGEST_WAIT))
+    if value < 0:
+        raise UsageError(f"{name} must not be negative: {shown(value)}; write 0 to wait for nothing")
+    return float(min(value, LONGEST_WAIT))
 
 
 def view_that(view: Any, verb: str, arguments: str) -> None:

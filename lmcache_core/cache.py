@@ -97,7 +97,7 @@ class StoreResult:
         What waits for room in the queue of a slow tier is written later: `flush` waits for that too.
 
         Raises:
-            UsageError: `timeout` is no number.
+            UsageError: `timeout` is no number, or a negative one.
         """
         try:
             return self._written.result(seconds(timeout))
@@ -175,6 +175,7 @@ class _Base:
         max_tokens: int | None,
         source: str | Sequence[str] | None,
         timeout: float | None,
+        name: str = "a timeout",
     ) -> operations.Operation[operations.Loaded]:
         view_that(view, "scatter", "group, first_page, pages, source")
         keys = self._keys(prompt)
@@ -187,7 +188,7 @@ class _Base:
             view,
             first_page=token_count("first_token", first_token) // self.page_tokens,
             places=tier_names("source", source),
-            seconds=seconds(timeout),
+            seconds=seconds(timeout, name),
         )
 
     def _retrieved(self, loaded: operations.Loaded) -> Retrieved:
@@ -365,7 +366,11 @@ class Cache(_Base):
             raise ClosedError("the node was closed during a prefetch") from error
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all writes have ended. Returns whether that came within `timeout` seconds."""
+        """Wait until all writes have ended. Returns whether that came within `timeout` seconds.
+
+        Raises:
+            UsageError: `timeout` is no number, or a negative one.
+        """
         return self.client.flush(seconds(timeout))
 
     def close(self) -> None:
@@ -416,7 +421,7 @@ class AsyncCache(_Base):
     ) -> Retrieved:
         """See `Cache.retrieve`; `wait` is its `timeout`."""
         return self._retrieved(
-            await operations.arun(self._retrieve(prompt, view, first_token, max_tokens, source, wait))
+            await operations.arun(self._retrieve(prompt, view, first_token, max_tokens, source, wait, "wait"))
         )
 
     async def store(

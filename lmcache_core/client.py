@@ -323,7 +323,11 @@ class Client(Protocol):
         ...
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is being written or read. Returns whether that came in time."""
+        """Wait until nothing is being written or read. Returns whether that came in time.
+
+        Raises:
+            UsageError: `timeout` is no number, or a negative one.
+        """
         ...
 
     def close(self) -> None:

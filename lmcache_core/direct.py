@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from lmcache_core.arguments import seconds
 from lmcache_core.client import (
     AHEAD,
     Boundary,
@@ -422,7 +423,7 @@ class DirectClient:
 
     def flush(self, timeout: float | None = None) -> bool:
         """See `Client`."""
-        return self.node.flush(timeout)
+        return self.node.flush(seconds(timeout))
 
     def close(self) -> None:
         """See `Client`."""

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
+from lmcache_core.arguments import seconds
 from lmcache_core.client import (
     AHEAD,
     KEY_BYTES,
@@ -165,9 +166,14 @@ class RemoteClient:
             link = None
 
     def wait_until_up(self, timeout: float) -> bool:
-        """Wait for a connection. Returns whether there is one."""
+        """Wait for a connection. Returns whether there is one.
+
+        Raises:
+            UsageError: `timeout` is no number, or a negative one.
+        """
+        limit = seconds(timeout)
         with self._came:
-            return self._came.wait_for(lambda: self._link is not None and not self._link.down, timeout)
+            return self._came.wait_for(lambda: self._link is not None and not self._link.down, limit)
 
     @property
     def node_pid(self) -> int:
@@ -465,23 +471,24 @@ class RemoteClient:
 
         Raises:
             BackendError: The node is not there.
+            UsageError: `timeout` is no number, or a negative one.
         """
-        seconds = min(max(0.0, timeout), LONGEST_WAIT)
-        done = self._ask(lambda link: link.ticket(link.call(wire.Drain(seconds), wire.Number).value, bool))
-        return done.result(seconds + self._deadline)
+        limit = _wait(timeout)
+        done = self._ask(lambda link: link.ticket(link.call(wire.Drain(limit), wire.Number).value, bool))
+        return done.result(limit + self._deadline)
 
     def flush(self, timeout: float | None = None) -> bool:
         """See `Client`. False while the node is not there."""
+        limit = None if timeout is None else _wait(timeout)
 
         def ask(link: Link) -> Future[bool]:
-            seconds = None if timeout is None else min(max(0.0, timeout), LONGEST_WAIT)
-            return link.ticket(link.call(wire.Flush(seconds), wire.Number).value, bool)
+            return link.ticket(link.call(wire.Flush(limit), wire.Number).value, bool)
 
         nothing: Future[bool] = Future()
         nothing.set_result(False)
         future = self._try(ask, nothing)
         try:
-            return future.result(None if timeout is None else timeout + self._deadline)
+            return future.result(None if limit is None else limit + self._deadline)
         except TimeoutError:
             return False
 
@@ -493,6 +500,12 @@ class RemoteClient:
             link.fail("this client was closed")
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * self._deadline)
+
+
+def _wait(timeout: float | None) -> float:
+    """A timeout that a node accepts."""
+    limit = seconds(timeout)
+    return LONGEST_WAIT if limit is None else min(limit, LONGEST_WAIT)
 
 
 def _joined(keys: Sequence[bytes]) -> bytes:

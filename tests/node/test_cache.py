@@ -6,14 +6,18 @@ import array
 import asyncio
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lmcache_backends.cpu import CpuBackend, CpuOptions
-from lmcache_core import AsyncCache, Cache, ClosedError, ConfigError, LayoutError, Namespace, UsageError
+from lmcache_core import AsyncCache, Cache, ClosedError, ConfigError, LayoutError, Namespace, StoreResult, UsageError
+from lmcache_core.config import Config
 from lmcache_core.direct import DirectClient
+from lmcache_core.service.remote import RemoteClient
 from tests.node.kv import PAGE_TOKENS, PageView, at_rest, namespace, open_cache, retrieve, store, tokens
 
 
@@ -301,8 +305,8 @@ def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
         at_rest(cache)
 
 
-@pytest.mark.parametrize("timeout", [-1, 0, 1e300, float("inf"), 10**30])
-def test_any_number_is_a_timeout(timeout: float) -> None:
+@pytest.mark.parametrize("timeout", [0, -0.0, 1e300, float("inf"), 10**30])
+def test_any_number_from_nothing_on_is_a_timeout(timeout: float) -> None:
     with open_cache(memory()) as cache:
         prompt = cache.prompt(tokens("abcd"))
         result = cache.store(prompt, PageView.of(prompt.keys))
@@ -315,13 +319,55 @@ def test_any_number_is_a_timeout(timeout: float) -> None:
         assert retrieve(cache, "abcd", timeout=timeout) in (0, 4)
 
 
-@pytest.mark.parametrize("timeout", [float("nan"), "1"])
-def test_what_is_no_number_is_no_timeout(timeout: float) -> None:
+WAITS: dict[str, Callable[[Cache, StoreResult, Any], object]] = {
+    "retrieve": lambda cache, result, given: retrieve(cache, "abcd", timeout=given),
+    "prefetch": lambda cache, result, given: cache.prefetch(tokens("abcd"), timeout=given),
+    "flush": lambda cache, result, given: cache.flush(given),
+    "result": lambda cache, result, given: result.wait(given),
+    "async lookup": lambda cache, result, given: asyncio.run(
+        AsyncCache(cache.client, cache.namespace).lookup(tokens("abcd"), wait=given)
+    ),
+    "async retrieve": lambda cache, result, given: asyncio.run(
+        AsyncCache(cache.client, cache.namespace).retrieve(tokens("abcd"), PageView(4), wait=given)
+    ),
+    "client": lambda cache, result, given: cache.client.flush(given),
+}
+REMOTE_WAITS: dict[str, Callable[[RemoteClient, Any], object]] = {
+    "flush": lambda client, given: client.flush(given),
+    "drain": lambda client, given: client.drain(given),
+    "wait_until_up": lambda client, given: client.wait_until_up(given),
+}
+NO_TIMEOUTS = [
+    (float("nan"), "a number of seconds.*not nan"),
+    ("1", "a number of seconds.*not '1'"),
+    (True, "a number of seconds.*not True"),
+    (-1, "must not be negative: -1; write 0"),
+    (-1e-9, "must not be negative: -1e-09; write 0"),
+    (float("-inf"), "must not be negative: -inf; write 0"),
+]
+
+
+@pytest.mark.parametrize(("timeout", "refusal"), NO_TIMEOUTS)
+@pytest.mark.parametrize("verb", WAITS)
+def test_what_cannot_be_meant_is_no_timeout(verb: str, timeout: Any, refusal: str) -> None:
     with open_cache() as cache:
-        with pytest.raises(UsageError, match="number of seconds"):
-            cache.flush(timeout)
-        with pytest.raises(UsageError, match="number of seconds"):
-            retrieve(cache, "abcd", timeout=timeout)
+        prompt = cache.prompt(tokens("abcd"))
+        result = cache.store(prompt, PageView.of(prompt.keys))
+        with pytest.raises(UsageError, match=f"^(a timeout|wait) (is )?{refusal}"):
+            WAITS[verb](cache, result, timeout)
+        assert retrieve(cache, "abcd", timeout=0) == 4
+
+
+@pytest.mark.parametrize(("timeout", "refusal"), NO_TIMEOUTS)
+@pytest.mark.parametrize("verb", REMOTE_WAITS)
+def test_what_cannot_be_meant_is_no_timeout_of_a_remote_client(
+    verb: str, timeout: Any, refusal: str, tmp_path: Path
+) -> None:
+    """Whether or not the node is there."""
+    client = RemoteClient(str(tmp_path / "nowhere"), Config())
+    with pytest.raises(UsageError, match=f"^a timeout (is )?{refusal}"):
+        REMOTE_WAITS[verb](client, timeout)
+    client.close()
 
 
 def test_chunks_too_large_to_be_handled_are_refused_at_once() -> None:
