@@ -52,6 +52,8 @@ class Scale:
 
     directory: Path | None = None
     """Where files may be written; None for a place that is found."""
+    lmcache_python: Path | None = None
+    """The interpreter of an environment that has LMCache; None leaves its rows out."""
     rounds: int = 9
     layers: int = 32
     chunks: int = 16

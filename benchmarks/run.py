@@ -1,6 +1,6 @@
 """How fast this is on this machine, beside what the machine can do: `make bench`.
 
-    python -m benchmarks.run [--quick] [--only NAME]... [--out bench.json] [--directory DIR]
+    python -m benchmarks.run [--quick] [--only NAME]... [--out bench.json] [--directory DIR] [--lmcache-python PYTHON]
 
 Each figure stands beside a limit that was measured in the same run, one right after the other and in turns, so that a
 busy machine slows both. `ratio` is the median over rounds of one by the other (so it need not be `value / limit`, which
@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from benchmarks.hashing import hashing
 from benchmarks.memory import beside_a_busy_thread, quiet
 from benchmarks.nodes import ROWS as NODE_ROWS
 from benchmarks.nodes import node
+from benchmarks.peers.lmcache import ROWS as LMCACHE_ROWS
+from benchmarks.peers.lmcache import lmcache
 from benchmarks.starts import imports, restart
 
 __all__ = ["BARS", "measure"]
@@ -66,6 +69,9 @@ NOTES = {
     "disk.write.slots": "O_DIRECT on both sides; from the host pool",
     "disk.prefetch": "O_DIRECT on both sides; to the host pool",
     "lookup.busy_without_pause_p99_us": "the interpreter takes the GIL away in some calls",
+    "node.lookup.16.lmcache": "hashing included",
+    "node.lookup.512.lmcache": "hashing included",
+    "node.retrieve.lmcache": "without the lookup that it needs",
 }
 
 SUITES: dict[Callable[[Scale], Iterator[Row]], Sequence[str]] = {
@@ -82,6 +88,7 @@ SUITES: dict[Callable[[Scale], Iterator[Row]], Sequence[str]] = {
     disk: DISK_ROWS,
     restart: ["restart.first_hit_s"],
     node: NODE_ROWS,
+    lmcache: LMCACHE_ROWS,
 }
 """What is measured together, and the rows it gives."""
 
@@ -104,14 +111,23 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="rows whose names start like this")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there as JSON")
     parser.add_argument("--directory", type=Path, metavar="DIR", help="a directory on the disk to measure")
+    parser.add_argument(
+        "--lmcache-python", type=Path, metavar="PYTHON", help="an interpreter that has LMCache: measure its server too"
+    )
     given = parser.parse_args()
-    if given.only and not any(_wanted(name, given.only) for names in SUITES.values() for name in names):
+    wanted = [name for names in SUITES.values() for name in names if _wanted(name, given.only)]
+    if not wanted:
         parser.error(f"no row starts with {' or '.join(given.only)}")
+    if given.lmcache_python is None and set(wanted) <= set(LMCACHE_ROWS):
+        parser.error(f"{' and '.join(wanted)}: only with --lmcache-python")
+    if given.lmcache_python is not None and shutil.which(given.lmcache_python) is None:
+        parser.error(f"--lmcache-python: {given.lmcache_python} is no program")
     machine = _machine()
     print(", ".join(f"{value}" for value in machine.values()), flush=True)
     print(f"{'':34s}{'value':>10s}  {'unit':8s}{'limit':>10s}{'ratio':>8s}{'bar':>7s}")
     rows = []
-    for row in measure(dataclasses.replace(QUICK if given.quick else FULL, directory=given.directory), given.only):
+    places = {"directory": given.directory, "lmcache_python": given.lmcache_python}
+    for row in measure(dataclasses.replace(QUICK if given.quick else FULL, **places), given.only):
         rows.append(row)
         print(_line(row), flush=True)
     short = [row.name for row in rows if _is_short(row)]

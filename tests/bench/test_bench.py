@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks.disks import scratch
 from benchmarks.harness import Row, Scale
+from benchmarks.peers.lmcache import ROWS as LMCACHE_ROWS
 from benchmarks.run import BARS, SUITES, main, measure
 
-NAMES = [name for names in SUITES.values() for name in names]
-
+NAMES = [name for names in SUITES.values() for name in names if name not in LMCACHE_ROWS]
 
 TINY = Scale(
     rounds=1, layers=1, chunks=2, hashed_tokens=128, calls=2, lookups=3, stored=4, restart_pool=1 << 20, starts=1
@@ -57,6 +57,22 @@ def test_a_row_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     with pytest.raises(SystemExit):
         main()
     assert "no row starts with nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--only", "node.store.lmcache"], "node.store.lmcache: only with --lmcache-python"),
+        (["--only", "node", "--lmcache-python", "/no/such/python"], "/no/such/python is no program"),
+    ],
+)
+def test_rows_of_lmcache_need_an_interpreter_that_has_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], why: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["run", *words])
+    with pytest.raises(SystemExit):
+        main()
+    assert why in capsys.readouterr().err
 
 
 def test_rows_go_to_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
