@@ -243,7 +243,10 @@ class _Base:
         return self.client.evict(self._model, self._keys(prompt), tier_names("tiers", tiers))
 
     def clear(self, tiers: str | Sequence[str] | None = None) -> int:
-        """Take all chunks of this namespace out of `tiers` (all by default), pinned ones too. Returns how many."""
+        """Take all chunks of this namespace out of `tiers` (all by default), pinned ones too. Returns how many.
+
+        All that can be restored when it is called is gone when it returns. Others go on meanwhile: what they store anew
+        stays, and what a store of theirs has found present may be gone after it."""
         return self.client.clear(self._model, tier_names("tiers", tiers))
 
     def stats(self) -> Stats:

@@ -303,7 +303,11 @@ class Client(Protocol):
         ...
 
     def clear(self, model: Model | None = None, places: Sequence[str] | None = None) -> int:
-        """Take all chunks (of a namespace) out of tiers. Returns how many."""
+        """Take all chunks (of a namespace) out of tiers, pinned and leased ones too. Returns how many.
+
+        All that can be read when it is called is gone when it returns. Others have their turns meanwhile: what they
+        store anew stays, and what a store of theirs has found present may be gone after it.
+        """
         ...
 
     def count(self, name: str, label: str, amount: float = 1) -> None:

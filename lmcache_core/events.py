@@ -33,7 +33,7 @@ class TierEvents(Protocol):
     def lost(self, number: int) -> None:
         """A tier cannot be used for now."""
 
-    def reset(self, number: int) -> None:
+    async def reset(self, number: int) -> None:
         """A tier is about to be scanned: nothing is known of what it holds."""
 
     def scanned(self, number: int, batch: Sequence[Stored]) -> None:

@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from lmcache_core.errors import ClosedError, LMCacheError
-from lmcache_core.index import Index
+from lmcache_core.index import Entry, Index
 from lmcache_core.index.decisions import Decision
 
 log = logging.getLogger(__name__)
+
+MOST_AT_ONCE = 500
+"""Chunks of very many that are changed in one turn: some milliseconds, in which all others wait."""
 
 
 class IndexGuard:
@@ -89,6 +92,12 @@ class IndexGuard:
             )
         log.error("%s", self.refusal, exc_info=error)
         self._broke()
+
+
+def batches(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
+    """Chunks as many at a time as may be changed in one turn."""
+    for start in range(0, len(entries), MOST_AT_ONCE):
+        yield entries[start : start + MOST_AT_ONCE]
 
 
 class _Turn:

@@ -76,7 +76,7 @@ class TierHealth:
         until = loop.time() + OPEN_TIMEOUT
         self._attempt += 1
         await self.calls.bounded(self._backend.open(), OPEN_TIMEOUT)
-        self._events.reset(self._number)
+        await self._events.reset(self._number)
         if isinstance(self._backend, Scannable):
             await self.calls.bounded(self._scan(self._backend, self._attempt), until - loop.time())
         self.up = True

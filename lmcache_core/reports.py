@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from lmcache_core.counts import Counts
-from lmcache_core.guard import IndexGuard
+from lmcache_core.guard import IndexGuard, batches
 from lmcache_core.index import Index, Space
 from lmcache_core.index.decisions import Load, Write
 from lmcache_core.protocols import ReadResult, Stored, Usage, WriteResult
@@ -98,11 +99,19 @@ class Reports:
                 index.set_up(index.tiers[number], False)
                 self._counts.add("opened_breakers", self._name(number))
 
-    def reset(self, number: int) -> None:
-        """See `TierEvents`."""
-        with self._report() as index:
-            if index is not None:
-                index.reset_tier(index.tiers[number])
+    async def reset(self, number: int) -> None:
+        """See `TierEvents`. The loop and the mutex are others' between turns; the tier is down, so that it gets nothing
+        new meanwhile."""
+        with self._guard.mutex:
+            spaces = list(self._guard.index.spaces.values())
+        for space in spaces:
+            with self._guard.mutex:
+                entries = list(space.chunks.values())
+            for batch in batches(entries):
+                with self._report() as index:
+                    if index is not None:
+                        index.reset_tier(index.tiers[number], batch)
+                await asyncio.sleep(0)
 
     def learned(self, number: int, space: Space, found: Sequence[tuple[tuple[bytes, ...], bytes]]) -> None:
         """A tier that cannot be listed holds chunks of those pages and parents."""

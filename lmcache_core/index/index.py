@@ -411,16 +411,14 @@ class Index(Loading):
         """Take chunks out of `places`; those that are pinned or leased stay. Returns how many left."""
         return self.remove([e for e in entries if not e.pins and not e.leases], places)
 
-    def clear(self, spaces: Iterable[Space], places: int) -> int:
-        """Take all chunks of `spaces` out of `places`, pinned and leased ones too. Returns how many left."""
-        removed = 0
-        for space in list(spaces):
-            entries = list(space.chunks.values())
-            if places & POOL:
-                for entry in entries:
-                    self.unpin([entry] * entry.pins)
-            removed += self.remove(entries, places)
-        return removed
+    def clear(self, entries: Iterable[Entry], places: int) -> int:
+        """Take chunks out of `places`, pinned and leased ones too, but for those that have gone since they were listed.
+        Returns how many left."""
+        there = [entry for entry in entries if entry.space.chunks.get(entry.key) is entry]
+        if places & POOL:
+            for entry in there:
+                self.unpin([entry] * entry.pins)
+        return self.remove(there, places)
 
 
 __all__ = ["CPU", "EVERYWHERE", "Index"]

@@ -113,11 +113,10 @@ class Loading(Residency):
         self.set_up(tier, True)
         self.out += [Describe(tier.number, space) for space in self.spaces.values() if space.geometry is not None]
 
-    def reset_tier(self, tier: TierState) -> None:
-        """Event: what a tier holds is unknown; a scan follows."""
-        for space in list(self.spaces.values()):
-            for entry in list(space.chunks.values()):
-                self.lose(tier, entry, delete=False)
+    def reset_tier(self, tier: TierState, entries: Iterable[Entry]) -> None:
+        """Event: whether a tier, which is down, holds these chunks is unknown; a scan follows that of all."""
+        for entry in entries:
+            self.lose(tier, entry, delete=False)
 
     def learned(self, tier: TierState, space: Space, pages: tuple[bytes, ...], parent: bytes) -> None:
         """Event: a tier that cannot be listed was asked for a chunk and has it."""

@@ -113,7 +113,7 @@ def test_two_stores_of_one_chunk_cause_one_write() -> None:
 def evicted_from_memory(world: World, keys: list[bytes]) -> None:
     world.store(keys)
     world.run()
-    world.index.clear(world.spaces, POOL)
+    world.clear(POOL)
     world.take()
 
 
@@ -309,7 +309,7 @@ def test_a_chunk_stored_again_while_its_tier_is_down_is_one_chunk() -> None:
     world.scan(0)
     world.run()
     assert world.pages(abc("aaaa")) == 4
-    world.index.clear(world.spaces, -1)
+    world.clear(-1)
     world.take()
     world.run()
     assert (world.entries(), world.pool.used, world.media[0]) == ([], 0, {})
@@ -484,7 +484,7 @@ def test_a_chunk_that_is_cleared_while_it_is_read_does_not_come_back() -> None:
     assert load is not None
     told: list[bool] = []
     load.waiters.append(told.append)
-    world.index.clear(world.spaces, -1)
+    world.clear(-1)
     world.take()
     read = world.pending.pop(0)
     world.run()  # the deletion overtakes nothing: the read had started
@@ -502,7 +502,7 @@ def stored_of(load: Load) -> Stored:
 def test_a_chunk_that_is_cleared_while_it_is_written_is_deleted_afterwards() -> None:
     world = World(4, [TierRules("disk")])
     world.store(abc("aaaa"))
-    world.index.clear(world.spaces, -1)
+    world.clear(-1)
     world.take()
     world.run()
     assert (world.media[0], world.pages(abc("aaaa")), world.index.tiers[0].used) == ({}, 0, 0)

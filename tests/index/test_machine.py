@@ -53,9 +53,10 @@ class IndexMachine(RuleBasedStateMachine):
         + ["evict"] * 5
         + ["begin_store", "finish_store", "look_up", "copy", "copied", "copied", "unpin_all"]
         + ["time_passes", "deadline", "pin", "unpin_all", "clear", "tier_fails_and_comes_back"]
+        + ["clear_in_turns"] * 2
     )
 
-    MAY_LOSE = ("carry_out", "carry_out_all", "clear", "deadline", "tier_fails_and_comes_back")
+    MAY_LOSE = ("carry_out", "carry_out_all", "clear", "clear_in_turns", "deadline", "tier_fails_and_comes_back")
     """Operators and failures take chunks away whoever wants them; nothing else does."""
 
     KINDS: Sequence[Geometry] = ()
@@ -105,6 +106,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.plans: list[StorePlan] = []
         self.leases: list[Lease] = []
         self.lent: list[Slot] = []
+        self.clearing: list[Entry] = []
+        self.cleared_places = 0
 
     @rule(operation=st.sampled_from(OPERATIONS), seed=st.integers(0, 1 << 16))
     def step(self, operation: str, seed: int) -> None:
@@ -308,8 +311,18 @@ class IndexMachine(RuleBasedStateMachine):
 
     def clear(self) -> None:
         places = self.rng.choice([POOL, POOL, tier_bit(0), -1])
-        self.index.clear(self.world.spaces, places)
+        self.world.clear(places)
         assert not any(entry.where & places for entry in self.world.entries())
+
+    def clear_in_turns(self) -> None:
+        """The next turn of a clear, with anything in between."""
+        if not self.clearing:
+            self.cleared_places = self.rng.choice([POOL, tier_bit(0), -1])
+            self.clearing = [entry for space in self.world.spaces for entry in space.chunks.values()]
+        batch, self.clearing = self.clearing[:2], self.clearing[2:]
+        there = sum(bool(entry.where & self.cleared_places) for entry in batch)
+        assert self.index.clear(batch, self.cleared_places) == there
+        assert not any(entry.where & self.cleared_places for entry in batch)
 
     # What must always hold
 
@@ -344,7 +357,7 @@ class IndexMachine(RuleBasedStateMachine):
         for tier, medium in zip(self.index.tiers, self.world.media, strict=True):
             known = {entry.chunk_key for entry in entries if entry.where & tier.bit}
             assert known <= set(medium), "a chunk that a tier is said to hold and does not"
-        self.index.clear(self.world.spaces, -1)
+        self.world.clear(-1)
         self.world.take()
         self.world.run()
         assert self.world.entries() == []
@@ -412,7 +425,7 @@ def test_a_slot_cannot_be_released_twice() -> None:
     world = World(1)
     plan = world.store(prompt("a"))
     slot = plan.reservations[0].slot
-    world.index.clear(world.spaces, POOL)
+    world.clear(POOL)
     assert slot.references == 0
     with pytest.raises(UsageError):
         slot.release()

@@ -59,10 +59,10 @@ def test_a_chunk_that_is_cleared_meanwhile_is_gone() -> None:
     world = World(3)
     plan = world.index.plan_store(world.spaces, LONG)
     world.fill(plan, plan.reservations[0])
-    world.index.clear(world.spaces, -1)
+    world.clear(-1)
     world.index.commit(plan)
     assert world.pages(LONG) == 0
-    world.index.clear(world.spaces, -1)
+    world.clear(-1)
     assert world.pool.slots == 0
     world.check_accounts()
 

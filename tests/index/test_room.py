@@ -86,7 +86,7 @@ def test_room_is_made_wholly_or_nothing_goes(
     else:
         fill(world, names)
     tier = world.index.tiers[0]
-    world.index.clear([world.spaces[1]], -1)
+    world.clear(-1, [world.spaces[1]])
     mine = [entry for entry in world.spaces[0].chunks.values() if entry.where & DISK]
     world.index.evict([entry for number, entry in enumerate(mine) if number % 3], 1)
     held = [entry for number, entry in enumerate(mine) if number in pinned]

@@ -257,7 +257,7 @@ def test_a_large_chunk_takes_from_the_largest_one_after_the_other() -> None:
     assert len(plan.reservations) == 1
     assert abs(held(world, "a") - held(world, "b")) <= 1
     world.index.abort(plan.reservations[0])
-    world.index.clear(both, -1)
+    world.clear(-1, both)
 
 
 # Those that have left
@@ -277,7 +277,7 @@ def test_an_owner_that_uses_nothing_for_long_has_no_part() -> None:
     flood(world, "gone", 1, 50)
     flood(world, "here", 30, 200)
     assert held(world, "gone") == 3
-    world.index.clear(world.spaces, -1)
+    world.clear(-1)
     world.index.tick()
     assert len(world.index.owners) == 3
     world.index.tick()

@@ -178,6 +178,11 @@ class World:
         fill(reservation.slot, reservation.entry)
         self.index.filled(plan, reservation)
 
+    def clear(self, places: int = -1, spaces: Iterable[Space] | None = None) -> int:
+        """Take all chunks out of places. Returns how many left."""
+        found = self.spaces if spaces is None else spaces
+        return self.index.clear([entry for space in found for entry in space.chunks.values()], places)
+
     def find(self, keys: Sequence[bytes], places: int = -1) -> Found:
         found = self.index.find(self.spaces, keys, places)
         for piece in found.pieces:
@@ -269,7 +274,7 @@ class World:
     def scan(self, number: int) -> None:
         """What happens when a tier comes up."""
         tier = self.index.tiers[number]
-        self.index.reset_tier(tier)
+        self.index.reset_tier(tier, [entry for space in self.spaces for entry in space.chunks.values()])
         self.index.scanned(tier, [stored for stored, _ in self.media[number].values()])
         self.index.tier_opened(tier)
         self.take()

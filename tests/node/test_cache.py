@@ -6,7 +6,7 @@ import array
 import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,20 @@ import numpy as np
 import pytest
 
 from lmcache_backends.cpu import CpuBackend, CpuOptions
-from lmcache_core import AsyncCache, Cache, ClosedError, ConfigError, LayoutError, Namespace, StoreResult, UsageError
+from lmcache_core import (
+    AsyncCache,
+    Cache,
+    ClosedError,
+    ConfigError,
+    LayoutError,
+    Namespace,
+    StoreResult,
+    UsageError,
+    guard,
+)
 from lmcache_core.config import Config
 from lmcache_core.direct import DirectClient
+from lmcache_core.index import Entry
 from lmcache_core.service.remote import RemoteClient
 from tests.node.kv import PAGE_TOKENS, PageView, at_rest, namespace, open_cache, retrieve, store, tokens
 
@@ -181,6 +192,54 @@ def test_evict_takes_one_prompt_and_clear_takes_all() -> None:
         assert cache.flush(10)
         stats = cache.stats()
         assert (stats.pool_used, stats.tiers[0].used, stats.tiers[0].chunks) == (0, 0, 0)
+
+
+def turns_of(cache: Cache, monkeypatch: pytest.MonkeyPatch, between: Callable[[], object]) -> list[int]:
+    """Chunks in each turn of the clears that follow. `between` is called between turns, where the mutex is free."""
+    index = cache.client.node.guard.index  # type: ignore[attr-defined]
+    clear, sizes = index.clear, []
+
+    def noted(entries: Sequence[Entry], places: int) -> int:
+        sizes.append(len(entries))
+        return int(clear(entries, places))
+
+    monkeypatch.setattr(guard, "MOST_AT_ONCE", 3)
+    monkeypatch.setattr(index, "clear", noted)
+    monkeypatch.setattr("lmcache_core.direct.time.sleep", lambda seconds: between())
+    return sizes
+
+
+def test_clear_takes_turns_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_cache(memory(), slots=16) as cache:
+        for text in ("abcdefghijkl", "mnop", "qrstuvwx", "yzab"):
+            assert store(cache, text)
+        looked_up = []
+        sizes = turns_of(cache, monkeypatch, lambda: looked_up.append(cache.lookup(tokens("mnop")).tokens))
+        assert cache.clear() == 7
+        assert sizes == [3, 3, 1]
+        assert looked_up == [4 * PAGE_TOKENS, 0]
+        assert cache.clear() == 0
+        assert sizes == [3, 3, 1], "of nothing there is no turn"
+        at_rest(cache)
+        assert cache.stats().pool_used == 0
+
+
+def test_what_is_stored_while_all_is_cleared_stays_and_what_was_there_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_cache(memory(), slots=16) as cache:
+        assert store(cache, "abcdefghijkl")
+        assert store(cache, "mnopqrst")
+        sizes = turns_of(cache, monkeypatch, lambda: [store(cache, text) for text in ("uvwx", "abcd", "mnopqrst1234")])
+        assert cache.clear() == 5
+        assert sizes == [3, 2]
+        assert cache.contains(tokens("uvwx")) == {"cpu": 4 * PAGE_TOKENS, "t0": 4 * PAGE_TOKENS}, "new"
+        assert cache.contains(tokens("abcdefgh"))["cpu"] == 4 * PAGE_TOKENS, "its beginning has been stored anew"
+        assert cache.lookup(tokens("mnopqrst1234")).tokens == 0, "what was there is gone, though a store had found it"
+        monkeypatch.undo()
+        assert store(cache, "mnopqrst")
+        assert retrieve(cache, "mnopqrst1234") == 12, "what was stored anew behind it is found with it"
+        cache.clear()
+        at_rest(cache)
+        assert (cache.stats().pool_used, cache.stats().tiers[0].used) == (0, 0)
 
 
 def test_clear_leaves_other_models_alone() -> None:

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from lmcache_backends.cpu import CpuBackend, CpuOptions
+from lmcache_core import guard
 from lmcache_core.config import BreakerConfig
 from lmcache_core.errors import BackendError, ConfigError
+from lmcache_core.health import TierHealth
+from lmcache_core.index import Entry
+from lmcache_core.index.tiers import TierState
 from lmcache_core.namespace import Namespace
 from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
 from lmcache_core.wrappers import Corrupting, Faulty, Slow
@@ -136,6 +140,34 @@ def test_the_breaker_opens_calls_return_at_once_and_a_probe_recovers() -> None:
         assert retrieve(cache, "efgh") == 4
         assert store(cache, "ijkl"), "what the tier missed is written when it is stored again"
         at_rest(cache)
+
+
+def test_what_a_tier_held_is_forgotten_in_turns_before_it_is_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "MOST_AT_ONCE", 3)
+    shelf = Shelf()
+    with open_cache(shelf, tiers=[{"breaker": QUICK}], slots=16) as cache:
+        for text in ("abcdefghijkl", "mnop", "qrstuvwx", "yzab"):
+            assert store(cache, text)
+        node = cache.client.node  # type: ignore[attr-defined]
+        index, sizes = node.guard.index, []
+        reset = index.reset_tier
+
+        def noted(tier: TierState, entries: Sequence[Entry]) -> None:
+            sizes.append(len(entries))
+            assert not node.guard.index.readable & tier.bit
+            reset(tier, entries)
+
+        monkeypatch.setattr(index, "reset_tier", noted)
+        node.start(_trip(node.runners[0].health)).result(10)
+        until(lambda: cache.stats().tiers[0].up)
+        assert sizes == [3, 3, 1]
+        assert cache.stats().tiers[0].chunks == 7
+        cache.clear(["cpu"])
+        assert retrieve(cache, "abcdefghijkl") == 12
+
+
+async def _trip(health: TierHealth) -> None:
+    health.trip()
 
 
 def test_a_tier_that_is_down_at_start_is_used_when_it_comes_up() -> None:
