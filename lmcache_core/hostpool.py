@@ -23,6 +23,7 @@ from collections.abc import Callable
 from lmcache_core.errors import PoolError, UsageError
 from lmcache_core.extents import ExtentAllocator
 from lmcache_core.frame import ALIGN, FrameShape
+from lmcache_core.memory import available_memory as available_memory
 from lmcache_core.units import format_size
 
 log = logging.getLogger(__name__)
@@ -215,21 +216,3 @@ def _check_free(capacity: int, hugepages: bool) -> None:
             f"cpu.capacity is {format_size(capacity)} but only {format_size(free)} of memory is free; "
             "write a smaller cpu.capacity. The pool is one for all engine processes of this node, not one a process"
         )
-
-
-def available_memory() -> int | None:
-    """Bytes that can be taken without swapping, the cgroup's limit considered; None when the system doesn't tell."""
-    values = []
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    values.append(int(line.split()[1]) * 1024)
-        with (
-            open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit,
-            open("/sys/fs/cgroup/memory.current", encoding="ascii") as current,
-        ):
-            values.append(max(0, int(limit.read()) - int(current.read())))
-    except (OSError, ValueError):
-        pass  # no cgroup v2, or "max": the limit is the machine's
-    return min(values) if values else None
