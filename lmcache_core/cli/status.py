@@ -174,6 +174,9 @@ def page(path: str, seen: Seen, before: Seen | None) -> Page:
         f"leases   {stats.leases:,}",
         f"hits     {_told(hits(seen))}",
     ]
+    if stats.kept.chunks:
+        held, most = format_size(stats.kept.nbytes), format_size(stats.kept.most)
+        lines.insert(4, f"kept     {stats.kept.chunks:,} chunks by `lmcache-core pin`, {held} of at most {most}")
     if before is not None:
         lines.append(f"just now {_told(hits(seen, before))}, in {seen.at - before.at:.1f} s")
     tables = [_tiers(stats)]
@@ -308,6 +311,7 @@ def plain(path: str, seen: Seen, before: Seen | None) -> dict[str, object]:
         },
         "leases": stats.leases,
         "pinned": stats.pinned,
+        "kept": {"chunks": stats.kept.chunks, "nbytes": stats.kept.nbytes, "most": stats.kept.most},
         "event_loop_lag": stats.loop_lag,
         "hits": _plain_hits(hits(seen)),
         "interval": interval,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -161,6 +162,22 @@ def test_kept_pins_hold_at_most_half_of_the_pool(tmp_path: Path) -> None:
     assert client.unpin_kept() == 2
     assert client.stats().kept == KeptStats(0, 0, 3 * CHUNK_FRAME)
     at_rest(cache)
+    cache.close()
+
+
+def test_status_says_what_kept_pins_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = open_served(tmp_path, slots=6)
+    served: Served = cache.client  # type: ignore[assignment]
+    store(cache, "abcdefgh")
+    cache.pin(tokens("abcdefgh"))
+    assert main(["status", "--socket", served.path]) == 0
+    assert "lmcache-core pin" not in capsys.readouterr().out, "an engine's pins are its own"
+    assert kept(cache, "abcd") == 4
+    assert main(["status", "--socket", served.path]) == 0
+    assert capsys.readouterr().out.splitlines()[4] == "kept     1 chunks by `lmcache-core pin`, 20KiB of at most 60KiB"
+    assert main(["status", "--json", "--socket", served.path]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["kept"] == {"chunks": 1, "nbytes": CHUNK_FRAME, "most": 3 * CHUNK_FRAME}
     cache.close()
 
 
