@@ -108,10 +108,13 @@ async def _ended(copying: asyncio.Future[None]) -> None:
 
 @dataclass(slots=True)
 class Loaded:
-    """Outcome of `retrieve`: pages that are in the view now, and by tier how many of them were copied from there."""
+    """Outcome of `retrieve`: pages that are in the view now, by tier how many of them were copied from there, the bytes
+    that were copied, and whether a part of what was promised was missing."""
 
     pages: int
     tiers: dict[str, int]
+    nbytes: int = 0
+    broken: bool = False
 
 
 def retrieve(
@@ -138,24 +141,29 @@ def retrieve(
             yield Wait(held.asked, MOST_ASKING if left is None else min(left, MOST_ASKING))
             held = client.hold(model, keys, places)
         try:
-            loaded, broken = yield from _load(client, model, held, view, first_page, deadline)
+            loaded = yield from load(client, held, view, first_page, deadline)
         finally:
             client.release(held)
-        if not broken or len(model.namespace.groups) == 1:
+        if not loaded.broken or len(model.namespace.groups) == 1:
             break
         keys = keys[: max(held.pages - 1, 0)]
     else:
         loaded = Loaded(0, {})
-    token_pages = model.namespace.page_tokens
-    for tier, pages in loaded.tiers.items():
-        client.count("retrieved_tokens", tier, pages * token_pages)
+    count_loaded(client, loaded, model.namespace.page_tokens)
     return loaded
 
 
-def _load(
-    client: Client, model: Model, held: Held, view: KVView, first_page: int, deadline: float | None
-) -> Operation[tuple[Loaded, bool]]:
-    """Copy all parts of `held`. Returns what arrived and whether a part was missing."""
+def count_loaded(client: Client, loaded: Loaded, page_tokens: int) -> None:
+    """Count what has come from where."""
+    for tier, pages in loaded.tiers.items():
+        client.count("retrieved_tokens", tier, pages * page_tokens)
+
+
+def load(
+    client: Client, held: Held, view: KVView, first_page: int = 0, deadline: float | None = None
+) -> Operation[Loaded]:
+    """Copy all parts of a lease into `view`; pages in front of `first_page` are there already. Where one is missing,
+    what lies in front of it is what there is; of several groups, nothing."""
     parts = held.parts
     tiers: dict[str, int] = {}
     granted: list[Any] = []
@@ -196,10 +204,10 @@ def _load(
         client.count("copy_seconds", "to_engine", time.perf_counter() - started)
     pages = held.pages
     if broken:
-        single = len(model.namespace.groups) == 1
+        single = len({part.group for part in parts}) == 1
         pages = parts[number].first if single else 0
         tiers = tiers if single else {}
-    return Loaded(pages, tiers), broken
+    return Loaded(pages, tiers, copied_bytes, broken)
 
 
 def _left(deadline: float | None) -> float | None:

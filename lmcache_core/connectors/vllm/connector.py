@@ -1,0 +1,330 @@
+"""`LMCacheCoreConnector`: vLLM's interface of KV connectors, translated. The only module that imports vLLM.
+
+vLLM makes two of them: one in the scheduler's process, one in each worker. No exception of ours reaches the engine:
+what cannot be had is computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from lmcache_core.connectors.vllm import identity
+from lmcache_core.connectors.vllm.nodes import Door, WorkerDoor, open_door
+from lmcache_core.connectors.vllm.options import read_options
+from lmcache_core.connectors.vllm.plan import Facts, Report, Step
+from lmcache_core.connectors.vllm.requests import Marks
+from lmcache_core.connectors.vllm.scheduler import SchedulerSide
+from lmcache_core.connectors.vllm.weights import adapter_digest
+from lmcache_core.connectors.vllm.worker import Geometry, WorkerSide
+from lmcache_core.errors import LayoutError
+from lmcache_core.namespace import Namespace, page_tokens_for
+from lmcache_core.ratelog import RateLog
+
+__all__ = ["LMCacheCoreConnector", "Metadata", "WorkerMetadata"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+log = logging.getLogger("vllm.lmcache_core")
+"""Below vLLM's own logger, so that its lines are shown as vLLM's are."""
+
+
+class Metadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
+    """What the scheduler's side tells the workers."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+
+class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, unused-ignore]
+    """What workers tell the scheduler's side."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        return WorkerMetadata(self.report + other.report) if isinstance(other, WorkerMetadata) else self
+
+
+def _guarded(otherwise: T) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
+    """Whatever a method raises is logged, and the engine gets `otherwise`."""
+
+    def guard(method: Callable[P, Any]) -> Callable[P, Any]:
+        @functools.wraps(method)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001  no fault of ours may reach the engine
+                connector: Any = args[0]
+                connector._fault(method.__name__, error)
+                return otherwise
+
+        return guarded
+
+    return guard
+
+
+class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unused-ignore]
+    """See the module. Options stand in `kv_connector_extra_config`: see `Options`.
+
+    Raises:
+        ConfigError: The options or the cache's configuration can't be used; the message says what to write.
+        LayoutError: The KV of this engine can't be cached; the message says why.
+        PluginError: A backend isn't installed.
+        PoolError: The host pool can't be had.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.faults = 0
+        """Exceptions of ours that were kept from the engine."""
+        self._log = RateLog(log, 10.0)
+        options = read_options(self._kv_transfer_config.kv_connector_extra_config)
+        for reason in identity.refusals(vllm_config):
+            raise LayoutError(f"lmcache-core cannot be used with this engine: {reason}")
+        specs = identity.group_specs(kv_cache_config)
+        shards, replicas = identity.shards_of(vllm_config, kv_cache_config, specs)
+        parallel = vllm_config.parallel_config
+        same_process = parallel.world_size == 1 and str(parallel.distributed_executor_backend or "uni") == "uni"
+        engine = str(self._kv_transfer_config.engine_id)
+        self._specs = specs
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._door: Door | WorkerDoor
+        if role == KVConnectorRole.SCHEDULER:
+            blocks = identity.block_tokens(specs)
+            weights = identity.weights_of(vllm_config, options.weights_id)
+            self._door = door = open_door(options.config, engine, blocks, processes=not same_process)
+            page_tokens = page_tokens_for([blocks], door.client.page_tokens)
+            self._salt = door.config.salt
+            self._log = RateLog(log, door.config.log_interval)
+
+            def describe(facts: Facts) -> Namespace:
+                return identity.describe_engine(
+                    vllm_config, specs, facts, page_tokens=page_tokens, shards=shards, weights=weights
+                )
+
+            self._scheduler = SchedulerSide(
+                door.client,
+                options,
+                describe,
+                page_tokens=page_tokens,
+                block_tokens=[spec.block_tokens for spec in specs],
+                ranks=parallel.tensor_parallel_size,
+                may_wait=len(specs) == 1 and not vllm_config.scheduler_config.async_scheduling,
+                lease_seconds=door.config.lease_timeout,
+                warn=self._warn,
+            )
+            self._check_policy(vllm_config)
+        else:
+            rank = parallel.rank % parallel.tensor_parallel_size
+            self._door = WorkerDoor(options.config, engine, rank // replicas, same_process=same_process)
+            self._worker = WorkerSide(options, self._door.client, writes=rank % replicas == 0, warn=self._warn)
+
+    def _check_policy(self, vllm_config: Any) -> None:
+        policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+        if policy != "recompute":
+            log.warning(
+                "kv_load_failure_policy is %r: vLLM ends a request whose KV is lost while it is loaded; write "
+                '"kv_load_failure_policy": "recompute" in --kv-transfer-config, at its top level',
+                policy,
+            )
+
+    def _warn(self, kind: str, text: str) -> None:
+        self._log.warning(kind, "%s", text)
+
+    def _fault(self, method: str, error: Exception) -> None:
+        self.faults += 1
+        self._log.warning(method, "%s failed and is passed over: %s: %s", method, type(error).__name__, error)
+        log.debug("%s failed", method, exc_info=error)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # Scheduler's side
+
+    @_guarded(None)
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._begin(request)
+
+    def _begin(self, request: Any) -> None:
+        scheduler = self._scheduler
+        assert scheduler is not None
+        lora = getattr(request, "lora_request", None)
+        adapter = None if lora is None else f"{lora.lora_name} {adapter_digest(lora.lora_path)}"
+        marks = Marks(salt=(self._salt, request.cache_salt or ""), **identity.marks_of(request, adapter))
+        usable = getattr(request, "prompt_embeds", None) is None and not getattr(request, "resumable", False)
+        params = request.kv_transfer_params or {}
+        scheduler.begin(
+            request,
+            marks,
+            load=usable and not params.get("lmcache_skip_load"),
+            save=usable and not params.get("lmcache_skip_store"),
+        )
+
+    @_guarded((0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.match(request.request_id, num_computed_tokens)
+
+    @_guarded(None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self._scheduler is not None
+        self._scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return Metadata(self._step(scheduler_output) or Step(0))
+
+    @_guarded(None)
+    def _step(self, scheduler_output: Any) -> Step:
+        assert self._scheduler is not None
+        state = scheduler_output.kv_connector_block_state
+        return self._scheduler.step(scheduler_output.num_scheduled_tokens, state.get_block_ids)
+
+    @_guarded(None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, WorkerMetadata) and self._scheduler is not None:
+            try:
+                self._scheduler.report(meta.report)
+            except LayoutError as error:
+                self._scheduler.turn_off(str(error))
+
+    @_guarded((False, None))
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        self._scheduler.end(request.request_id)
+        return False, None
+
+    @_guarded((False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        self._scheduler.end(request.request_id)
+        return False, None
+
+    @_guarded(False)
+    def reset_cache(self) -> bool:
+        assert self._scheduler is not None
+        self._scheduler.reset()
+        return True
+
+    # Worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Learn where the KV lies.
+
+        Raises:
+            LayoutError: It cannot be cached; the message says why.
+            PluginError: There is no transfer for this device.
+        """
+        worker = self._worker
+        assert worker is not None
+        tensors = [[kv_caches[name] for name in spec.layer_names] for spec in self._specs]
+        device = tensors[0][0].device.type
+        blocks = self._kv_cache_config.num_blocks
+        groups = []
+        for spec, layers in zip(self._specs, tensors, strict=True):
+            first = layers[0]
+            if first.dim() != 4 or first.shape[0] % blocks:
+                raise LayoutError(
+                    f"vLLM's KV of {spec.layer_names[0]} has the shape {tuple(first.shape)}, not [block, head, token, "
+                    "content]: this version of vLLM is not known here"
+                )
+            # What lies in a block of the CPU backend is its own affair: K lies transposed in it.
+            groups.append(
+                Geometry(layers, "bhoo" if device == "cpu" else "bhtd", spec.block_tokens, first.shape[0] // blocks)
+            )
+        worker.register(
+            groups, device, backend=self._backend(), isa=self._isa(tensors[0][0]) if device == "cpu" else ""
+        )
+
+    def _backend(self) -> str:
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+        layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase, self._specs[0].layer_names)
+        names = {layer.get_attn_backend().get_name() for layer in layers.values()}
+        return ",".join(sorted(names))
+
+    def _isa(self, tensor: torch.Tensor) -> str:
+        """The instruction set by which the CPU backend packs blocks."""
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        spec = self._specs[0].spec
+        return str(_get_attn_isa(tensor.dtype, spec.block_size, spec.head_size))
+
+    def _bound(self) -> Step:
+        metadata = self._get_connector_metadata()
+        return metadata.step if isinstance(metadata, Metadata) and metadata.step.page_tokens else Step(0)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        step = self._bound()
+        worker = self._worker
+        if worker is None or not step.page_tokens:
+            return
+        try:
+            worker.start(step, busy=forward_context.attn_metadata is not None)
+        except Exception as error:  # noqa: BLE001  no fault of ours may reach the engine
+            self._fault("start_load_kv", error)
+            worker.give_up(step)
+
+    @_guarded(None)
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return  # what a step needs is there before it begins
+
+    @_guarded(None)
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        return  # all layers together, when the forward pass has ended
+
+    @_guarded(None)
+    def wait_for_save(self) -> None:
+        step = self._bound()
+        if self._worker is not None and step.saves:
+            self._worker.save(step)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        ended, failed = self._ended() or (set(), set())
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        ended, _ = self._ended() or (set(), set())
+        return None, ended
+
+    @_guarded(None)
+    def _ended(self) -> tuple[set[str], set[str]]:
+        assert self._worker is not None
+        return self._worker.ended()
+
+    @_guarded(frozenset())
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker is not None
+        return self._worker.bad_blocks()
+
+    @_guarded(None)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        assert self._worker is not None
+        report = self._worker.report()
+        return None if report is None else WorkerMetadata(report)
+
+    @_guarded(None)
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        self._door.close()

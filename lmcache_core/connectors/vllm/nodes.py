@@ -1,0 +1,146 @@
+"""Which node an engine's processes use: one in the scheduler's process, found by the engine's id, or another one."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import threading
+from typing import Any
+
+import msgspec
+
+from lmcache_core.assembly import build_node, settings
+from lmcache_core.client import Client
+from lmcache_core.config import Config
+from lmcache_core.direct import DirectClient
+from lmcache_core.errors import ConfigError
+from lmcache_core.namespace import chunk_tokens_for, page_tokens_for
+from lmcache_core.service.address import AUTO, socket_path
+from lmcache_core.service.remote import RemoteClient
+from lmcache_core.units import format_size
+
+__all__ = ["Door", "WorkerDoor", "check_pages", "engine_socket", "open_door"]
+
+log = logging.getLogger(__name__)
+
+_here: dict[str, DirectClient] = {}
+"""Clients of the nodes that live in this process, by engine."""
+_lock = threading.Lock()
+
+
+@dataclasses.dataclass
+class Door:
+    """A client, and the settings by which it was opened."""
+
+    client: Client
+    config: Config
+
+    def close(self) -> None:
+        """Let go of the node; one that is the engine's own is closed."""
+        with _lock:
+            for engine, client in list(_here.items()):
+                if client is self.client:
+                    del _here[engine]
+        self.client.close()
+
+
+def engine_socket(engine: str) -> str:
+    """Where the node of an engine listens for the engine's own processes."""
+    name = hashlib.sha256(engine.encode()).hexdigest()[:16]
+    return socket_path(AUTO).replace("node.sock", f"vllm-{name}.sock")
+
+
+def open_door(source: Any, engine: str, blocks: int, *, processes: bool) -> Door:
+    """The scheduler's way to its node: one of its own, unless the settings name another.
+
+    Args:
+        source: The cache's configuration.
+        engine: Id of the engine.
+        blocks: Tokens that a page must be a multiple of.
+        processes: Whether workers are in other processes, and need a socket.
+
+    Raises:
+        ConfigError: The configuration can't be used.
+        PluginError: A backend isn't installed.
+        PoolError: The host pool can't be had.
+    """
+    config = settings(source)
+    if config.layout != "native":
+        raise ConfigError("layout: vLLM's KV can be kept in its own layout only yet; write layout: native")
+    if config.connect:
+        client = RemoteClient(socket_path(config.connect), config, f"vllm {engine[:8]}")
+        if client.wait_until_up(0):
+            check_pages(client.page_tokens, client.chunk_tokens, blocks, config.connect)
+        return Door(client, config)
+    page = page_tokens_for([blocks], config.page_tokens)
+    chunk = chunk_tokens_for(page, config.chunk_tokens)
+    if (page, chunk) != (config.page_tokens, config.chunk_tokens):
+        log.info("page_tokens %d and chunk_tokens %d, as vLLM has blocks of %d tokens", page, chunk, blocks)
+        config = msgspec.structs.replace(config, page_tokens=page, chunk_tokens=chunk)
+    if processes and not config.socket:
+        config = msgspec.structs.replace(config, socket=engine_socket(engine))
+    node = build_node(config)
+    own = DirectClient(node, owns=True)
+    with _lock:
+        _here[engine] = own
+    tiers = ", ".join(tier.name for tier in config.tiers) or "none"
+    memory = format_size(config.cpu.capacity)
+    log.info("the node of engine %s has %s of host memory in all; tiers: %s", engine, memory, tiers)
+    return Door(own, config)
+
+
+def check_pages(page: int, chunk: int, blocks: int, where: str) -> None:
+    """A node that others use too must have pages that fit.
+
+    Raises:
+        ConfigError: It hasn't.
+    """
+    if page % blocks:
+        raise ConfigError(
+            f"the node at {where} has pages of {page} tokens, and this engine blocks of {blocks}: start the node with "
+            f"page_tokens: {page_tokens_for([blocks], page)} and chunk_tokens: "
+            f"{chunk_tokens_for(page_tokens_for([blocks], page), chunk)}"
+        )
+
+
+class WorkerDoor:
+    """A worker's way to the node: that of its own process once it is there, else by a socket.
+
+    Args:
+        source: The cache's configuration.
+        engine: Id of the engine.
+        shard: What this rank holds of a chunk.
+        same_process: Whether the scheduler is in this process.
+    """
+
+    def __init__(self, source: Any, engine: str, shard: int, *, same_process: bool) -> None:
+        self._config = settings(source)
+        self._engine = engine
+        self._shard = shard
+        self._same_process = same_process
+        self._client: Client | None = None
+
+    def client(self) -> Client | None:
+        """The client; None while the node is not there."""
+        if self._client is None:
+            self._client = self._find()
+        return self._client
+
+    def _find(self) -> Client | None:
+        config = self._config
+        if config.connect:
+            name = f"vllm {self._engine[:8]} rank {self._shard}"
+            return RemoteClient(socket_path(config.connect), config, name, shard=self._shard)
+        if self._same_process:
+            with _lock:
+                own = _here.get(self._engine)
+            return None if own is None else DirectClient(own.node, shard=self._shard)
+        path = socket_path(config.socket) if config.socket else engine_socket(self._engine)
+        return RemoteClient(path, config, f"vllm rank {self._shard}", shard=self._shard)
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None

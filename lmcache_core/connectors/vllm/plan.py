@@ -1,0 +1,101 @@
+"""What the scheduler's side tells the workers in each step, and what they tell it; pickled by vLLM on the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from lmcache_core.namespace import Encoding
+
+__all__ = ["Facts", "Load", "Report", "Save", "Step"]
+
+Blocks = tuple[tuple[int, ...], ...]
+"""Ids of the engine's blocks by cache group, from the first page of a job on."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What only a worker knows: how the KV that it has allocated lies in memory."""
+
+    encoding: Encoding
+    block_layer_bytes: tuple[int, ...]
+    """Of each group, bytes of one layer of one block on one rank."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Bytes that a worker shall copy into blocks of a request."""
+
+    request: str
+    number: int
+    """Of the lease, to join it."""
+    first_page: int
+    pages: int
+    """End of what is to be there, in pages from the prompt's start."""
+    skip_tokens: int
+    """Tokens at the start of the first page whose blocks are filled already, and maybe used by others."""
+    blocks: Blocks
+    now: bool
+    """Before this step's forward pass, which needs it; else in this step or later ones."""
+    seconds: float
+    """When it takes longer it is given up."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """Pages of a request that are complete when this step's forward pass is."""
+
+    request: str
+    number: int
+    """Of the store, to join it."""
+    first_page: int
+    blocks: Blocks
+
+
+@dataclass
+class Step:
+    """Everything a worker needs to know in one step."""
+
+    page_tokens: int
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    known: bool = True
+    """The scheduler's side has the workers' facts."""
+
+
+@dataclass
+class Report:
+    """What a worker has done since its last report; or several workers, added up."""
+
+    facts: Facts | None = None
+    refused: str = ""
+    """Why the KV of this engine cannot be cached."""
+    loaded: Counter[str] = field(default_factory=Counter)
+    """By request, how many ranks have ended a load."""
+    failed: set[str] = field(default_factory=set)
+    """Requests whose load has failed on a rank."""
+    saved: Counter[int] = field(default_factory=Counter)
+    """By store, how many ranks have ended it."""
+    unsaved: set[int] = field(default_factory=set)
+    """Stores of pages that turned out to be worthless."""
+    load_bytes: int = 0
+    load_seconds: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.facts or self.refused or self.loaded or self.failed or self.saved or self.unsaved)
+
+    def __add__(self, other: Report) -> Report:
+        refused = self.refused or other.refused
+        facts = self.facts or other.facts
+        if self.facts and other.facts and self.facts != other.facts:
+            refused = refused or "the KV of its ranks lies in different ways"
+        return Report(
+            facts,
+            refused,
+            self.loaded + other.loaded,
+            self.failed | other.failed,
+            self.saved + other.saved,
+            self.unsaved | other.unsaved,
+            self.load_bytes + other.load_bytes,
+            self.load_seconds + other.load_seconds,
+        )

@@ -1,0 +1,366 @@
+"""The scheduler's side: what of a request is loaded, what is stored, and when. Knows the node and no engine.
+
+A request's life here: its tokens are hashed when it comes. When the engine is about to schedule it, what the node has
+of it is held by a lease, and kept so however often the engine asks. If it gets blocks, the workers are told to load;
+if not, or when it ends, the lease ends. What a step's forward pass completes is stored by the workers right behind it,
+into room that was reserved here before. All of it is called on the scheduler's own thread and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_core.client import Client, Held, Model, Storing
+from lmcache_core.connectors.vllm.options import Options
+from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step
+from lmcache_core.connectors.vllm.requests import EngineRequest, Marks, Tracked
+from lmcache_core.index.boundary import stops
+from lmcache_core.namespace import Namespace, new_epoch
+
+__all__ = ["SchedulerSide"]
+
+LOOK_AGAIN = 0.5
+"""Seconds after which a request that waits is looked up anew, when nothing was found for it."""
+FACTS_TIMEOUT = 20.0
+"""Seconds in which workers must have said how their KV lies; afterwards nothing is loaded or stored."""
+SLOWEST_COPY = 2e9
+"""Bytes a second that are assumed of copies until some have been measured."""
+
+
+@dataclass(eq=False)
+class _Saving:
+    storing: Storing
+    request: str
+    first_page: int
+    left: int
+    """Ranks that have not ended it."""
+
+
+class SchedulerSide:
+    """See the module.
+
+    Args:
+        client: Of the node.
+        options: What the user has set.
+        describe: The namespace of the engine's KV, by the workers' facts. May raise `LayoutError`.
+        page_tokens: Tokens of a page, a multiple of the engine's blocks.
+        block_tokens: Tokens of a block, by cache group.
+        ranks: Workers that load and store.
+        may_wait: Whether a step may load what it needs itself: the engine has one cache group, and no step in flight
+            while it plans the next.
+        lease_seconds: How long the node keeps what a lookup found.
+        warn: Logs a line, at most one a kind and interval.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        options: Options,
+        describe: Callable[[Facts], Namespace],
+        *,
+        page_tokens: int,
+        block_tokens: Sequence[int],
+        ranks: int = 1,
+        may_wait: bool = True,
+        lease_seconds: float = 30.0,
+        warn: Callable[[str, str], object] = lambda kind, text: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.client = client
+        self.page_tokens = page_tokens
+        self.counts: Counter[str] = Counter()
+        """What was decided, in tokens."""
+        self._options = options
+        self._describe = describe
+        self._page_blocks = [page_tokens // each for each in block_tokens]
+        self._chunk_pages = max(1, client.chunk_tokens // page_tokens)
+        self._ranks = ranks
+        self._may_wait = may_wait and options.sync_load > 0
+        self._renew = lease_seconds / 2
+        self._warn = warn
+        self._clock = clock
+        self._asked_at: float | None = None
+        self._facts: Facts | None = None
+        self._namespace: Namespace | None = None
+        self._model: Model | None = None
+        self._off = ""
+        self._requests: dict[str, Tracked] = {}
+        self._loads: list[Load] = []
+        self._savings: dict[int, _Saving] = {}
+        self._loaded: Counter[str] = Counter()
+        self._rate = SLOWEST_COPY
+
+    # What the engine asks
+
+    def begin(
+        self, request: EngineRequest, marks: Marks | None = None, *, load: bool = True, save: bool = True
+    ) -> None:
+        """A request has come."""
+        if request.request_id not in self._requests:
+            self._requests[request.request_id] = Tracked(request, marks or Marks(), self.page_tokens, load, save)
+
+    def match(self, request_id: str, local: int) -> tuple[int | None, bool]:
+        """How many tokens can be loaded behind the first `local`, and whether while the engine goes on with others.
+        None: ask again. May be asked any number of times; what was found is kept."""
+        tracked = self._requests.get(request_id)
+        if tracked is None or not tracked.load or tracked.loading or self._off:
+            return 0, False
+        if self._model is None:
+            return self._without_facts(), False
+        known = tracked.hash()
+        if (local + 1) >= known or not self._look(tracked):
+            return (None if tracked.asked is not None else 0), False
+        held = tracked.held
+        assert held is not None
+        there = held.pages * self.page_tokens
+        tracked.now = self._may_wait and self._copied_soon(held, local)
+        external = min(there, known - 1 if tracked.now else known) - local
+        if external <= 0:
+            self._release(tracked)
+            tracked.missed_at = self._clock()
+            return 0, False
+        tracked.local = local
+        return external, not tracked.now
+
+    def allocated(self, request_id: str, blocks: Sequence[Sequence[int]], external: int) -> None:
+        """A request has blocks now; `external` tokens are to be loaded into them."""
+        tracked = self._requests.get(request_id)
+        if tracked is None or tracked.loading:
+            return  # the latter: it has got more blocks, after those that are being loaded
+        held = tracked.held
+        if external <= 0 or held is None:
+            self._release(tracked)
+            return
+        first = tracked.local // self.page_tokens
+        pages = -(-(tracked.local + external) // self.page_tokens)
+        tracked.loading = True
+        tracked.saved = held.pages
+        self.counts["load_tokens"] += external
+        self._loads.append(
+            Load(
+                request_id,
+                self.client.share(held) if pages == held.pages else 0,
+                first,
+                pages,
+                tracked.local - first * self.page_tokens,
+                self._blocks(blocks, first, pages),
+                tracked.now,
+                self._options.load_timeout,
+            )
+        )
+
+    def step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[Sequence[int]] | None]) -> Step:
+        """What the workers shall do in a step that computes so many tokens of these requests."""
+        step = Step(self.page_tokens, self._loads, known=self._facts is not None)
+        self._loads = []
+        if self._model is not None and not self._off:
+            for request_id, tokens in scheduled.items():
+                tracked = self._requests.get(request_id)
+                if tracked is not None and tracked.save:
+                    self._plan_save(step, tracked, tokens, blocks_of)
+        if not scheduled:
+            self._pause()
+        return step
+
+    def report(self, report: Report) -> None:
+        """Workers have told what they have done."""
+        if report.refused and not self._off:
+            self.turn_off(report.refused)
+        if report.facts is not None and self._facts is None and not self._off:
+            self._facts = report.facts
+            self._namespace = self._describe(report.facts)
+            self._model = self.client.register(self._namespace)
+        if report.load_seconds > 0 and report.load_bytes > 1 << 20:
+            rate = report.load_bytes / report.load_seconds
+            self._rate = 0.7 * self._rate + 0.3 * rate
+        for number, ranks in report.saved.items():
+            saving = self._savings.get(number)
+            if saving is not None:
+                saving.left -= ranks
+                if saving.left <= 0:
+                    self._saved(number, saving, worthless=number in report.unsaved)
+        for request_id in report.failed:
+            self._failed(request_id)
+        for request_id, ranks in report.loaded.items():
+            self._loaded[request_id] += ranks
+            if self._loaded[request_id] >= self._ranks:
+                self._ended(request_id)
+
+    def end(self, request_id: str) -> None:
+        """The engine is done with a request."""
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return
+        if tracked.loading:
+            tracked.gone = True  # its blocks are being written to; what is read is kept until that has ended
+            return
+        self._release(tracked)
+        del self._requests[request_id]
+
+    def reset(self) -> None:
+        """From now on nothing old is found: the weights may be others. Nothing is deleted."""
+        for tracked in self._requests.values():
+            tracked.load = tracked.save = False
+            if not tracked.loading:
+                self._release(tracked)
+        if self._namespace is not None:
+            self._namespace = self._namespace.with_epoch(new_epoch())
+            self._model = self.client.register(self._namespace)
+
+    def turn_off(self, why: str) -> None:
+        """Load and store nothing any more."""
+        self._off = why
+        self._warn("off", f"KV is neither loaded nor stored: {why}")
+        for tracked in self._requests.values():
+            self._release(tracked)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is held and nothing under way."""
+        return not self._savings and not any(each.held or each.loading for each in self._requests.values())
+
+    # Lookup
+
+    def _without_facts(self) -> int | None:
+        """Workers tell how their KV lies with the first step's output; until then a request waits."""
+        now = self._clock()
+        if self._asked_at is None:
+            self._asked_at = now
+        if now - self._asked_at > FACTS_TIMEOUT:
+            self.turn_off("no worker has told how its KV lies")
+            return 0
+        return None
+
+    def _look(self, tracked: Tracked) -> bool:
+        """Hold what there is of a request. False if that is nothing, or not known yet: then something is `asked`."""
+        now = self._clock()
+        if tracked.held is not None and now - tracked.held_at < self._renew:
+            return True
+        if tracked.missed_at is not None and now - tracked.missed_at < LOOK_AGAIN:
+            return False
+        if tracked.asked is not None and not tracked.asked.done() and now < tracked.asked_until:
+            return False
+        assert self._model is not None
+        first = tracked.asked is None
+        held = self.client.hold(self._model, tracked.keys)
+        self._release(tracked)
+        if held.asked is not None and first:
+            self.client.release(held)
+            tracked.asked, tracked.asked_until = held.asked, now + self._options.lookup_timeout
+            return False
+        tracked.asked = None
+        if not held.pages:
+            self.client.release(held)
+            tracked.missed_at = now
+            return False
+        tracked.held, tracked.held_at = held, now
+        return True
+
+    def _copied_soon(self, held: Held, local: int) -> bool:
+        """Whether all of a lease is in host memory, and little enough to be copied within a step."""
+        assert self._namespace is not None
+        page_bytes = sum(group.page_bytes for group in self._namespace.groups)
+        nbytes = held.pages * page_bytes - local // self.page_tokens * page_bytes
+        if nbytes > self._rate * self._options.sync_load:
+            return False
+        number = 0
+        while number < len(held.parts):
+            granted = self.client.grant(held, number, 0)
+            if not granted or any(grant.source is None for grant in granted):
+                return False
+            number += len(granted)
+        return True
+
+    def _pause(self) -> None:
+        """The engine computes nothing in this step: give those whom requests wait for a moment to run."""
+        for tracked in self._requests.values():
+            if tracked.asked is not None and not tracked.asked.done():
+                _wait(tracked.asked, 0.001)
+                return
+
+    def _release(self, tracked: Tracked) -> None:
+        held, tracked.held = tracked.held, None
+        if held is not None:
+            self.client.release(held)
+
+    # Load
+
+    def _failed(self, request_id: str) -> None:
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            tracked.load = False  # or it would be promised and fail again
+            tracked.saved = 0
+            self.counts["load_failures"] += 1
+
+    def _ended(self, request_id: str) -> None:
+        del self._loaded[request_id]
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return
+        tracked.loading = False
+        self._release(tracked)
+        if tracked.gone:
+            del self._requests[request_id]
+
+    # Store
+
+    def _plan_save(
+        self, step: Step, tracked: Tracked, tokens: int, blocks_of: Callable[[str], Sequence[Sequence[int]] | None]
+    ) -> None:
+        request = tracked.request
+        known = min(request.num_computed_tokens + tokens, request.num_tokens)
+        pages = known // self.page_tokens
+        prompt_pages = request.num_prompt_tokens // self.page_tokens
+        if pages <= tracked.saved:
+            return
+        if pages < prompt_pages or tracked.saved >= prompt_pages:
+            pages = pages // self._chunk_pages * self._chunk_pages  # what follows in a chunk comes with a later step
+        if pages > prompt_pages and not self._options.save_decode:
+            pages = prompt_pages
+        if pages <= tracked.saved:
+            return
+        tracked.hash()
+        first = min(tracked.saved, pages) // self._chunk_pages * self._chunk_pages
+        keys = tracked.keys[:pages]
+        if len(keys) < pages:
+            return
+        blocks = blocks_of(request.request_id)
+        if blocks is None:
+            return
+        assert self._model is not None
+        at = [each for each in stops(pages, self.page_tokens, self.client.retention_tokens) if each > first]
+        storing = self.client.begin_store(self._model, keys, at, first)
+        tracked.saved = pages
+        self.counts["dropped_tokens"] += storing.dropped * self.page_tokens
+        if not storing.rooms:
+            self.client.finish_store(storing)
+            return
+        number = self.client.share(storing)
+        self._savings[number] = _Saving(storing, request.request_id, first, self._ranks)
+        # Window groups store pages from any place of the prompt that is still in their blocks.
+        start = min(room.part.first for room in storing.rooms)
+        step.saves.append(Save(request.request_id, number, start, self._blocks(blocks, start, pages)))
+
+    def _saved(self, number: int, saving: _Saving, *, worthless: bool) -> None:
+        del self._savings[number]
+        self.client.finish_store(saving.storing)
+        tracked = self._requests.get(saving.request)
+        if worthless and tracked is not None:
+            tracked.saved = min(tracked.saved, saving.first_page)
+
+    def _blocks(self, blocks: Sequence[Sequence[int]], first: int, pages: int) -> Blocks:
+        return tuple(
+            tuple(ids[first * count : pages * count]) for ids, count in zip(blocks, self._page_blocks, strict=True)
+        )
+
+
+def _wait(future: Future[Any], seconds: float) -> None:
+    try:
+        future.exception(seconds)
+    except Exception:  # noqa: BLE001  not there in time, or cancelled: whoever looks again finds out
+        return
