@@ -101,6 +101,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         same_process = parallel.world_size == 1 and str(parallel.distributed_executor_backend or "uni") == "uni"
         engine = str(self._kv_transfer_config.engine_id)
         self._specs = specs
+        self._awaited: set[str] = set()
+        """Requests whose loads go on beside the engine's steps."""
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._door: Door | WorkerDoor
@@ -182,19 +184,26 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         assert self._scheduler is not None
         return self._scheduler.match(request.request_id, num_computed_tokens)
 
-    @_guarded(None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        assert self._scheduler is not None
-        self._scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
+        scheduler = self._scheduler
+        assert scheduler is not None
+        ids = blocks.get_block_ids()
+        try:
+            scheduler.allocated(request.request_id, ids, num_external_tokens)
+        except Exception as error:  # noqa: BLE001  no fault of ours may reach the engine
+            self._fault("update_state_after_alloc", error)
+            if num_external_tokens > 0:  # it counts on them
+                scheduler.break_promise(request.request_id, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return Metadata(self._step(scheduler_output) or Step(0))
-
-    @_guarded(None)
-    def _step(self, scheduler_output: Any) -> Step:
-        assert self._scheduler is not None
+        scheduler = self._scheduler
+        assert scheduler is not None
         state = scheduler_output.kv_connector_block_state
-        return self._scheduler.step(scheduler_output.num_scheduled_tokens, state.get_block_ids)
+        try:
+            return Metadata(scheduler.step(scheduler_output.num_scheduled_tokens, state.get_block_ids))
+        except Exception as error:  # noqa: BLE001  no fault of ours may reach the engine
+            self._fault("build_connector_meta", error)
+            return Metadata(Step(scheduler.page_tokens, scheduler.take_loads()))
 
     @_guarded(None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -272,13 +281,14 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def _bound(self) -> Step:
         metadata = self._get_connector_metadata()
-        return metadata.step if isinstance(metadata, Metadata) and metadata.step.page_tokens else Step(0)
+        return metadata.step if isinstance(metadata, Metadata) else Step(0)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._bound()
         worker = self._worker
-        if worker is None or not step.page_tokens:
+        if worker is None:
             return
+        self._awaited.update(job.request for job in step.loads if not job.now)
         try:
             worker.start(step, busy=forward_context.attn_metadata is not None)
         except Exception as error:  # noqa: BLE001  no fault of ours may reach the engine
@@ -300,17 +310,18 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._worker.save(step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        ended, failed = self._ended() or (set(), set())
+        assert self._worker is not None
+        try:
+            ended, failed = self._worker.ended()
+        except Exception as error:  # noqa: BLE001  no fault of ours may reach the engine, which waits for these
+            self._fault("get_transfer_results", error)
+            ended = failed = set(self._awaited)
+        self._awaited -= ended
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        ended, _ = self._ended() or (set(), set())
-        return None, ended
-
-    @_guarded(None)
-    def _ended(self) -> tuple[set[str], set[str]]:
-        assert self._worker is not None
-        return self._worker.ended()
+        results = self.get_transfer_results(finished_req_ids)
+        return None, results.finished_recving
 
     @_guarded(frozenset())
     def get_block_ids_with_load_errors(self) -> set[int]:

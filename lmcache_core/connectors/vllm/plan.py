@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lmcache_core.namespace import Encoding
 
-__all__ = ["Facts", "Load", "Report", "Save", "Step"]
+__all__ = ["Facts", "Load", "Report", "Save", "Step", "Timing"]
 
 Blocks = tuple[tuple[int, ...], ...]
 """Ids of the engine's blocks by cache group, from the first page of a job on."""
@@ -63,6 +63,22 @@ class Step:
     """The scheduler's side has the workers' facts."""
 
 
+@dataclass(frozen=True)
+class Timing:
+    """How a load went on the first rank."""
+
+    request: str
+    pages: tuple[tuple[str, int], ...]
+    """By tier, what was copied from there."""
+    page_bytes: int
+    seconds: float
+    """From its start to its end."""
+    alone: bool
+    """The engine computed nothing meanwhile."""
+    missing: int
+    """Pages that were promised and not there in the end."""
+
+
 @dataclass
 class Report:
     """What a worker has done since its last report; or several workers, added up."""
@@ -78,8 +94,7 @@ class Report:
     """By store, how many ranks have ended it."""
     unsaved: set[int] = field(default_factory=set)
     """Stores of pages that turned out to be worthless."""
-    load_bytes: int = 0
-    load_seconds: float = 0.0
+    timings: list[Timing] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.facts or self.refused or self.loaded or self.failed or self.saved or self.unsaved)
@@ -96,6 +111,5 @@ class Report:
             self.failed | other.failed,
             self.saved + other.saved,
             self.unsaved | other.unsaved,
-            self.load_bytes + other.load_bytes,
-            self.load_seconds + other.load_seconds,
+            self.timings + other.timings,
         )

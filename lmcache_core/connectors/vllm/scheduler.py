@@ -154,10 +154,26 @@ class SchedulerSide:
             )
         )
 
+    def break_promise(self, request_id: str, blocks: Sequence[Sequence[int]], external: int) -> None:
+        """`allocated` went wrong: the engine must hear that these tokens are not there."""
+        tracked = self._requests.get(request_id)
+        local = 0 if tracked is None else tracked.local
+        if tracked is not None:
+            tracked.loading = True
+        first, pages = local // self.page_tokens, -(-(local + external) // self.page_tokens)
+        now = tracked is not None and tracked.now
+        ids = self._blocks(blocks, first, pages)
+        self._loads = [load for load in self._loads if load.request != request_id]
+        self._loads.append(Load(request_id, 0, first, pages, local - first * self.page_tokens, ids, now, 0.0))
+
+    def take_loads(self) -> list[Load]:
+        """Loads that no worker has been told of yet."""
+        loads, self._loads = self._loads, []
+        return loads
+
     def step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[Sequence[int]] | None]) -> Step:
         """What the workers shall do in a step that computes so many tokens of these requests."""
-        step = Step(self.page_tokens, self._loads, known=self._facts is not None)
-        self._loads = []
+        step = Step(self.page_tokens, known=self._facts is not None)
         if self._model is not None and not self._off:
             for request_id, tokens in scheduled.items():
                 tracked = self._requests.get(request_id)
@@ -165,6 +181,7 @@ class SchedulerSide:
                     self._plan_save(step, tracked, tokens, blocks_of)
         if not scheduled:
             self._pause()
+        step.loads = self.take_loads()
         return step
 
     def report(self, report: Report) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lmcache_core import operations
 from lmcache_core.client import Client, Held
 from lmcache_core.connectors.vllm.options import Options
-from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step
+from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step, Timing
 from lmcache_core.errors import LayoutError, LMCacheError
 from lmcache_core.namespace import Encoding
 from lmcache_core.plugins import load_transfer
@@ -125,10 +125,13 @@ class WorkerSide:
     def start(self, step: Step, *, busy: bool) -> None:
         """Begin the loads of a step: those that it needs are there when this returns, or have failed."""
         self._told = step.known
-        if step.page_tokens != self._page_tokens and self._groups:
+        if step.page_tokens not in (0, self._page_tokens) and self._groups:
             self._registered = [self._register(group, step.page_tokens) for group in self._groups]
             self._page_tokens = step.page_tokens
         self._spoilt = False
+        if busy:
+            for loading in self._loads.values():
+                loading.alone = False
         for job in step.loads:
             self._loads[job.request] = loading = _Loading(self, job)
             if job.now:
@@ -155,8 +158,9 @@ class WorkerSide:
         job = loading.job
         del self._loads[job.request]
         self._report.loaded[job.request] += 1
-        self._report.load_bytes += loading.nbytes
-        self._report.load_seconds += loading.seconds
+        timing = loading.timing()
+        if timing is not None:
+            self._report.timings.append(timing)
         if loading.failed:
             self._report.failed.add(job.request)
             if len(self._groups) == 1:
@@ -215,18 +219,24 @@ class WorkerSide:
             report.facts = self._facts
         return report or None
 
+    @property
+    def page_bytes(self) -> int:
+        """Of all groups, on this rank."""
+        return sum(kv.page_layer_bytes * len(g.layers) for kv, g in zip(self._registered, self._groups, strict=True))
+
     def refuse(self, why: str) -> None:
         """Tell the scheduler's side that KV of this engine cannot be cached."""
         self._report.refused = why
 
     def give_up(self, step: Step) -> None:
-        """Something went wrong with a step: its loads have failed, its stores come to nothing."""
+        """Something went wrong with a step: all loads have failed, its stores come to nothing."""
         self._spoilt = True
         for job in step.loads:
-            if job.request not in self._report.loaded:
-                loading = self._loads.setdefault(job.request, _Loading(self, job))
-                loading.fail()
-                self._finish(loading)
+            if job.request not in self._loads and job.request not in self._report.loaded:
+                self._loads[job.request] = _Loading(self, job)
+        for loading in list(self._loads.values()):
+            loading.fail()
+            self._finish(loading)
 
     def view(self, first_page: int, blocks: Blocks, skip_tokens: int = 0) -> _RequestView:
         """The KV of a request behind its first pages."""
@@ -336,14 +346,17 @@ class _Loading:
         self.pages = 0
         """What is there, in pages from the prompt's start."""
         self.done = False
-        self.nbytes = 0
-        self.seconds = 0.0
+        self.alone = True
+        """The engine has computed nothing meanwhile."""
+        self._tiers: dict[str, int] = {}
+        self._ended_at = 0.0
         self._worker = worker
         self._client: Client | None = None
         self._held: Held | None = None
         self._operation: operations.Operation[operations.Loaded] | None = None
         self._step: operations.Step | None = None
-        self._until = worker._clock() + job.seconds
+        self._started_at = worker._clock()
+        self._until = self._started_at + job.seconds
 
     @property
     def failed(self) -> bool:
@@ -352,7 +365,6 @@ class _Loading:
     def run(self, until: float | None) -> bool:
         """Copy until a time, or to the end if there is none. Returns whether it has ended."""
         worker = self._worker
-        started = worker._clock()
         try:
             if self._operation is None:
                 self._begin()
@@ -375,7 +387,6 @@ class _Loading:
         except LMCacheError as error:
             worker._warn("load", f"KV of a request could not be loaded: {error}")
             self.fail()
-        self.seconds += worker._clock() - started
         return self.done
 
     def wait(self, seconds: float) -> None:
@@ -413,13 +424,25 @@ class _Loading:
         except StopIteration as end:
             loaded: operations.Loaded = end.value
             self.pages = loaded.pages
-            self.nbytes = loaded.nbytes
+            self._tiers = loaded.tiers
             if self._client is not None and self._client.shard == 0:
                 operations.count_loaded(self._client, loaded, self._worker._page_tokens)
             self._end()
 
+    def timing(self) -> Timing | None:
+        """How it went, told by the first rank."""
+        if self._client is None or self._client.shard:
+            return None
+        job = self.job
+        seconds = self._ended_at - self._started_at
+        missing = max(0, job.pages - max(self.pages, job.first_page))
+        return Timing(
+            job.request, tuple(self._tiers.items()), self._worker.page_bytes, seconds, self.alone, missing
+        )
+
     def _end(self) -> None:
         self.done = True
+        self._ended_at = self._worker._clock()
         self._step = None
         client, held = self._client, self._held
         self._held = None
