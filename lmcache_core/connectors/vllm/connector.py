@@ -207,12 +207,16 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @_guarded(None)
     def update_connector_output(self, connector_output: Any) -> None:
+        scheduler = self._scheduler
+        assert scheduler is not None
         meta = connector_output.kv_connector_worker_meta
-        if isinstance(meta, WorkerMetadata) and self._scheduler is not None:
+        report = meta.report if isinstance(meta, WorkerMetadata) else Report()
+        scheduler.stepped(loaded=bool(report.timings))
+        if report:
             try:
-                self._scheduler.report(meta.report)
+                scheduler.report(report)
             except LayoutError as error:
-                self._scheduler.turn_off(str(error))
+                scheduler.turn_off(str(error))
 
     @_guarded((False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

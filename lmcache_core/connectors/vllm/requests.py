@@ -67,6 +67,12 @@ class Tracked:
     asked_until: float = 0.0
     local: int = 0
     """Tokens that the engine had itself when it last asked."""
+    weighed: bool = False
+    """It has been decided how much of what is held is loaded."""
+    patience: float = 0.0
+    """Seconds that the load may take."""
+    tier: str = ""
+    """The slow one that most of it is on."""
     loading: bool = False
     now: bool = False
     """What was promised is to be loaded within the step."""

@@ -9,7 +9,7 @@ into room that was reserved here before. All of it is called on the scheduler's 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ from typing import Any
 
 from lmcache_core.client import Client, Held, Model, Storing
 from lmcache_core.connectors.vllm.options import Options
-from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step
+from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step, Timing
+from lmcache_core.connectors.vllm.rates import Rates
 from lmcache_core.connectors.vllm.requests import EngineRequest, Marks, Tracked
 from lmcache_core.index.boundary import stops
 from lmcache_core.namespace import Namespace, new_epoch
@@ -28,8 +29,22 @@ LOOK_AGAIN = 0.5
 """Seconds after which a request that waits is looked up anew, when nothing was found for it."""
 FACTS_TIMEOUT = 20.0
 """Seconds in which workers must have said how their KV lies; afterwards nothing is loaded or stored."""
-SLOWEST_COPY = 2e9
+FIRST_COPY = 2e9
 """Bytes a second that are assumed of copies until some have been measured."""
+POOL = "cpu"
+PATIENCE = 0.3
+"""Part of the time that computing would take, for which a tier of unknown speed may be waited for."""
+
+
+@dataclass
+class _Stepped:
+    """A step that the engine has begun."""
+
+    began: float
+    tokens: int
+    """Of prefill."""
+    context: int
+    """Tokens in front of them, on average."""
 
 
 @dataclass(eq=False)
@@ -93,7 +108,14 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._savings: dict[int, _Saving] = {}
         self._loaded: Counter[str] = Counter()
-        self._rate = SLOWEST_COPY
+        self.rates = Rates()
+        self._steps: deque[_Stepped] = deque(maxlen=8)
+        self._step_ended = 0.0
+        self._warming: Future[int] | None = None
+        """Chunks that are being brought to host memory for nobody who waits."""
+        self._warming_bytes = 0
+        self._warming_since = 0.0
+        self._warming_tier = ""
 
     # What the engine asks
 
@@ -115,16 +137,15 @@ class SchedulerSide:
         known = tracked.hash()
         if (local + 1) >= known or not self._look(tracked):
             return (None if tracked.asked is not None else 0), False
+        if tracked.local != local or not tracked.weighed:
+            self._weigh(tracked, local)
         held = tracked.held
-        assert held is not None
-        there = held.pages * self.page_tokens
-        tracked.now = self._may_wait and self._copied_soon(held, local)
+        there = 0 if held is None else held.pages * self.page_tokens
         external = min(there, known - 1 if tracked.now else known) - local
         if external <= 0:
             self._release(tracked)
             tracked.missed_at = self._clock()
             return 0, False
-        tracked.local = local
         return external, not tracked.now
 
     def allocated(self, request_id: str, blocks: Sequence[Sequence[int]], external: int) -> None:
@@ -150,7 +171,7 @@ class SchedulerSide:
                 tracked.local - first * self.page_tokens,
                 self._blocks(blocks, first, pages),
                 tracked.now,
-                self._options.load_timeout,
+                tracked.patience,
             )
         )
 
@@ -174,6 +195,7 @@ class SchedulerSide:
     def step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[Sequence[int]] | None]) -> Step:
         """What the workers shall do in a step that computes so many tokens of these requests."""
         step = Step(self.page_tokens, known=self._facts is not None)
+        self._steps.append(self._stepped(scheduled))
         if self._model is not None and not self._off:
             for request_id, tokens in scheduled.items():
                 tracked = self._requests.get(request_id)
@@ -192,9 +214,8 @@ class SchedulerSide:
             self._facts = report.facts
             self._namespace = self._describe(report.facts)
             self._model = self.client.register(self._namespace)
-        if report.load_seconds > 0 and report.load_bytes > 1 << 20:
-            rate = report.load_bytes / report.load_seconds
-            self._rate = 0.7 * self._rate + 0.3 * rate
+        for timing in report.timings:
+            self._learn(timing)
         for number, ranks in report.saved.items():
             saving = self._savings.get(number)
             if saving is not None:
@@ -275,23 +296,121 @@ class SchedulerSide:
             self.client.release(held)
             tracked.missed_at = now
             return False
-        tracked.held, tracked.held_at = held, now
+        tracked.held, tracked.held_at, tracked.weighed = held, now, False
         return True
 
-    def _copied_soon(self, held: Held, local: int) -> bool:
-        """Whether all of a lease is in host memory, and little enough to be copied within a step."""
+    def _weigh(self, tracked: Tracked, local: int) -> None:
+        """Decide how much of what is held is loaded, and how long that may take: no more than what pays."""
+        held = tracked.held
+        assert held is not None
         assert self._namespace is not None
+        assert self._model is not None
+        tracked.local, tracked.weighed = local, True
+        first = local // self.page_tokens
         page_bytes = sum(group.page_bytes for group in self._namespace.groups)
-        nbytes = held.pages * page_bytes - local // self.page_tokens * page_bytes
-        if nbytes > self._rate * self._options.sync_load:
-            return False
+        copied = (held.pages - first) * page_bytes
+        copy_seconds = copied / (self.rates.bytes_a_second(POOL) or FIRST_COPY)
+        in_pool = self._pages_in_pool(held)
+        tracked.now = self._may_wait and in_pool >= held.pages and copy_seconds <= self._options.sync_load
+        tracked.patience = self._options.load_timeout
+        if in_pool >= held.pages:
+            return
+        compute = self.rates.prefill_seconds(max(first, in_pool) * self.page_tokens, held.pages * self.page_tokens)
+        if compute is None:
+            return
+        tiers = self.client.lookup(self._model, tracked.keys[: held.pages], quiet=True).tiers
+        nbytes = {tier: pages * page_bytes for tier, pages in tiers.items() if tier != POOL}
+        tracked.tier = max(nbytes, key=lambda each: nbytes[each]) if nbytes else ""
+        load = self.rates.load_seconds(nbytes)
+        if load is None:
+            tracked.patience = min(tracked.patience, PATIENCE * compute)
+        elif load < compute:
+            tracked.patience = min(tracked.patience, compute)
+        else:
+            self.counts["unpaid_tokens"] += (held.pages - max(first, in_pool)) * self.page_tokens
+            self._warm(tracked, held.pages, nbytes)
+            self._release(tracked)
+            if in_pool > first and len(self._namespace.groups) == 1:
+                less = self.client.hold(self._model, tracked.keys[:in_pool])
+                tracked.held, tracked.held_at, tracked.weighed = less, self._clock(), True
+                tracked.now = self._may_wait and self._pages_in_pool(less) >= less.pages
+
+    def _pages_in_pool(self, held: Held) -> int:
+        """Pages of a lease from its start on that can be copied at once; of several groups, all or none."""
         number = 0
         while number < len(held.parts):
             granted = self.client.grant(held, number, 0)
-            if not granted or any(grant.source is None for grant in granted):
-                return False
-            number += len(granted)
-        return True
+            ready = 0
+            for grant in granted:
+                if grant.source is None:
+                    break
+                ready += 1
+            number += ready
+            if not ready or ready < len(granted):
+                break
+        if number == len(held.parts):
+            return held.pages
+        return held.parts[number].first if len({part.group for part in held.parts}) == 1 else 0
+
+    def _warm(self, tracked: Tracked, pages: int, nbytes: Mapping[str, int]) -> None:
+        """Bring what is too slow to be waited for to host memory, for those who come later: one prompt at a time."""
+        if self._warming is not None and not self._warming.done():
+            return
+        assert self._model is not None
+        self._warming_since = self._clock()
+        self._warming_bytes = sum(nbytes.values())
+        self._warming_tier = max(nbytes, key=lambda tier: nbytes[tier]) if nbytes else ""
+        self._warming = self.client.prefetch(self._model, tracked.keys[:pages], None, POOL)
+
+    def _warmed(self) -> None:
+        warming = self._warming
+        if warming is not None and warming.done():
+            self._warming = None
+            if not warming.cancelled() and warming.exception() is None and warming.result():
+                self.rates.loaded(self._warming_tier, self._warming_bytes, self._clock() - self._warming_since)
+
+    def _learn(self, timing: Timing) -> None:
+        """How fast a tier is, from a load."""
+        self.counts["loaded_tokens"] += sum(pages for _, pages in timing.pages) * self.page_tokens
+        page_bytes = timing.page_bytes
+        slow = {tier: pages * page_bytes for tier, pages in timing.pages if tier != POOL}
+        from_pool = sum(pages * page_bytes for tier, pages in timing.pages if tier == POOL)
+        if timing.missing:
+            # Nothing more came in that time: had it been a little more, that would be its speed.
+            tier = max(slow, key=lambda each: slow[each]) if slow else self._slow_tier(timing)
+            if tier:
+                self.rates.loaded(tier, slow.get(tier, 0) + page_bytes, timing.seconds)
+        elif not slow:
+            self.rates.loaded(POOL, from_pool, timing.seconds)
+        elif timing.alone:
+            copying = from_pool / (self.rates.bytes_a_second(POOL) or FIRST_COPY)
+            tier = max(slow, key=lambda each: slow[each])
+            self.rates.loaded(tier, sum(slow.values()), max(timing.seconds - copying, 1e-6))
+
+    def _slow_tier(self, timing: Timing) -> str:
+        """The tier that kept a load waiting, of which nothing has come."""
+        tracked = self._requests.get(timing.request)
+        return tracked.tier if tracked is not None else ""
+
+    def _stepped(self, scheduled: Mapping[str, int]) -> _Stepped:
+        """What a step that begins now computes of prompts."""
+        tokens = context = 0
+        for request_id, count in scheduled.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None and count > 1:
+                tokens += count
+                context += count * tracked.request.num_computed_tokens
+        return _Stepped(self._clock(), tokens, context // tokens if tokens else 0)
+
+    def stepped(self, *, loaded: bool) -> None:
+        """The oldest step that was begun has ended; `loaded` if it took time for loads too."""
+        now = self._clock()
+        self._warmed()
+        if self._steps:
+            step = self._steps.popleft()
+            if not loaded and not any(each.loading for each in self._requests.values()):
+                self.rates.computed(step.tokens, step.context, now - max(step.began, self._step_ended))
+        self._step_ended = now
 
     def _pause(self) -> None:
         """The engine computes nothing in this step: give those whom requests wait for a moment to run."""
