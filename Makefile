@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo test test-py lint format docs bench faults clean
+.PHONY: help setup demo test test-vllm test-py lint format docs bench faults clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -31,6 +31,9 @@ demo: setup  ## run the demo: a real small model on this machine's CPU; plot and
 
 test: setup  ## run the tests; PYTEST_ARGS='-k disk -x' narrows them
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-vllm: .venv-vllm/.stamp  ## run the tests that need vLLM, on this machine's CPU; PYTEST_ARGS narrows them
+	.venv-vllm/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
 
 test-py: $(PYTHONS:%=test-py-%)  ## run the tests that need no torch on other Pythons (PYTHONS='3.12 3.13')
 
@@ -54,7 +57,7 @@ faults: setup  ## run the fault injection suite
 	$(BIN)/python -m benchmarks.faults
 
 clean:  ## delete everything that these targets made
-	rm -rf .venv .venv-docs .venv-py* build dist site bench.json
+	rm -rf .venv .venv-docs .venv-py* .venv-vllm build dist site bench.json
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -84,6 +87,13 @@ $(VENV)/.stamp-model: $(VENV)/.stamp-dev
 	test -x .venv-docs/bin/python || "$(PYTHON)" -m venv .venv-docs
 	.venv-docs/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
 	.venv-docs/bin/python $(PIP_INSTALL) -c constraints.txt --group docs
+	@touch $@
+
+.venv-vllm/.stamp: tests/vllm/requirements.txt pyproject.toml
+	test -x .venv-vllm/bin/python || "$(PYTHON)" -m venv .venv-vllm
+	.venv-vllm/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
+	.venv-vllm/bin/python $(PIP_INSTALL) $(TORCH)
+	.venv-vllm/bin/python $(PIP_INSTALL) --no-deps -r tests/vllm/requirements.txt -e .
 	@touch $@
 
 .PHONY: $(PYTHONS:%=test-py-%)

@@ -1,0 +1,78 @@
+"""Models, and answers to compare with. Where vLLM is missing nothing here is collected: `make test-vllm` has it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+THERE = all(importlib.util.find_spec(name) for name in ("vllm", "torch"))
+collect_ignore_glob = [] if THERE else ["test_*.py"]
+
+if THERE:
+    from tests.vllm.engine import ENVIRONMENT, Answer, Engine
+    from tests.vllm.models import make_model
+
+    os.environ.update(ENVIRONMENT)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if not THERE:
+        terminalreporter.write_line("tests/vllm was not collected: vLLM is missing here, make test-vllm has it")
+
+
+class Models:
+    """Models by kind and seed, each made when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, kind: str, seed: int = 0) -> Path:
+        folder = self._folder / f"{kind}-{seed}"
+        return folder if folder.exists() else make_model(kind, folder, seed)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+class Plain:
+    """What vLLM answers without us. Its engine stays for the next question about the same model."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._engine: Engine | None = None
+        self._kind = ""
+        self._answers: dict[tuple[str, int, tuple[int, ...]], Answer] = {}
+
+    def __call__(self, kind: str, prompts: Sequence[Sequence[int]], tokens: int = 8) -> list[Answer]:
+        """Answers to prompts, each asked alone."""
+        names = [(kind, tokens, tuple(each)) for each in prompts]
+        for name in names:
+            if name not in self._answers:
+                (self._answers[name],) = self._of(kind).generate([name[2]], tokens)
+        return [self._answers[name] for name in names]
+
+    def _of(self, kind: str) -> Engine:
+        if self._engine is None or self._kind != kind:
+            self.close()
+            self._engine = Engine(self._models(kind), enable_prefix_caching=False)
+            self._kind = kind
+        return self._engine
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+@pytest.fixture(scope="session")
+def plain(models: Models) -> Iterator[Plain]:
+    made = Plain(models)
+    yield made
+    made.close()

@@ -1,0 +1,99 @@
+"""What was computed once is found: how much of it, and that the answers stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.conftest import Models, Plain
+from tests.vllm.engine import Engine, Inside, prompt
+
+LONG = prompt(1, 2200)
+EXACT = prompt(2, 1024)
+FORK = LONG[:900] + prompt(3, 300)
+START = LONG[:400]
+AFTER = prompt(4, 900)
+
+WAYS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "within a step": (128, {"sync_load": "10s"}),
+    "over steps": (128, {"sync_load": 0}),
+    "within a step, pages of two blocks": (256, {"sync_load": "10s"}),
+    "over steps, pages of two blocks": (256, {"sync_load": 0}),
+}
+
+
+class Case(Engine):
+    """An engine that loads in one of the ways."""
+
+    def __init__(self, model: Path, way: str) -> None:
+        self.page, options = WAYS[way]
+        self.at_once = options["sync_load"] != 0
+        cache = {"page_tokens": self.page, "chunk_tokens": 2 * self.page, "cpu": {"capacity": "256MiB"}}
+        super().__init__(model, cache, options)
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def engine(request: pytest.FixtureRequest, models: Models) -> Iterator[Case]:
+    made = Case(models("llama"), request.param)
+    yield made
+    made.close()
+
+
+def test_a_long_prompt_is_computed_once(engine: Case, plain: Plain) -> None:
+    (expected,) = plain("llama", [LONG])
+    (first,) = engine.generate([LONG])
+    assert (first.cached, first.agrees(expected)) == (0, True)
+    engine.run(Inside.forget)
+    (again,) = engine.generate([LONG])
+    assert (again.cached, again.agrees(expected)) == (2200 // engine.page * engine.page, True)
+
+
+def test_of_a_prompt_of_whole_chunks_the_last_token_is_computed(engine: Case, plain: Plain) -> None:
+    (expected,) = plain("llama", [EXACT])
+    engine.generate([EXACT])
+    engine.run(Inside.forget)
+    (again,) = engine.generate([EXACT])
+    assert (again.cached, again.agrees(expected)) == (1023 if engine.at_once else 1024, True)
+
+
+def test_a_prompt_that_forks_inside_a_chunk_hits_the_pages_before(engine: Case, plain: Plain) -> None:
+    (expected,) = plain("llama", [FORK])
+    engine.generate([LONG])
+    engine.run(Inside.forget)
+    (answer,) = engine.generate([FORK])
+    assert (answer.cached, answer.agrees(expected)) == (900 // engine.page * engine.page, True)
+
+
+def test_a_hit_goes_on_behind_what_the_engine_has_itself(engine: Case, plain: Plain) -> None:
+    """400 tokens leave three whole blocks of 128, the last of which may end inside a page."""
+    start, expected = plain("llama", [START, LONG])
+    engine.generate([LONG])
+    engine.run(Inside.forget)
+    assert engine.generate([START])[0].agrees(start)
+    loaded = engine.run(load_tokens)
+    (answer,) = engine.generate([LONG])
+    assert (answer.cached, answer.agrees(expected)) == (2200 // engine.page * engine.page, True)
+    assert engine.run(load_tokens) - loaded == answer.cached - 384
+
+
+def test_a_request_finds_what_another_has_just_stored(engine: Case, plain: Plain) -> None:
+    """And two that come together are both right, whoever stores."""
+    (expected,) = plain("llama", [AFTER])
+    both = engine.generate([AFTER, AFTER])
+    assert [each.agrees(expected) for each in both] == [True, True]
+    engine.run(Inside.forget)
+    both = engine.generate([AFTER, AFTER])
+    assert [each.agrees(expected) for each in both] == [True, True]
+    assert both[0].cached == 900 // engine.page * engine.page
+
+
+def test_nothing_is_held_when_all_is_answered(engine: Case) -> None:
+    engine.generate([LONG, EXACT, FORK])
+    assert engine.run(Inside.settled) == {"requests": 0, "busy": 0, "leases": 0, "staged": 0}
+
+
+def load_tokens(inside: Inside) -> int:
+    return int(inside.connector._scheduler.counts["load_tokens"])
