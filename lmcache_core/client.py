@@ -79,6 +79,11 @@ class Part(NamedTuple):
     pages: int
 
 
+def counted_group(groups: Sequence[int]) -> int:
+    """The group whose pages are a prompt's, where the parts of a lease are of several: that of the most parts."""
+    return groups[0] if groups[0] == groups[-1] else max(sorted(set(groups)), key=groups.count)
+
+
 @dataclass(eq=False, slots=True)
 class Held:
     """A lease on what a lookup found, and the parts in the order in which they are to be copied."""

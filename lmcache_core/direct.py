@@ -24,6 +24,7 @@ from lmcache_core.client import (
     Storing,
     check_keys,
     check_places,
+    counted_group,
 )
 from lmcache_core.errors import ConfigError, UsageError
 from lmcache_core.guard import batches
@@ -97,8 +98,9 @@ class DirectClient:
 
     def _by_tier(self, found: Found, readable: int) -> dict[str, int]:
         tiers: dict[str, int] = {}
+        counted = counted_group([piece.group for piece in found.pieces]) if found.pieces else 0
         for piece in found.pieces:
-            if piece.group == found.pieces[0].group:
+            if piece.group == counted:
                 name = self._tier_of(piece.entry, readable)
                 tiers[name] = tiers.get(name, 0) + piece.pages
         return tiers
@@ -347,7 +349,8 @@ class DirectClient:
                 if not self._guard.broken:
                     self._guard.index.release(lease)
         brought = itertools.takewhile(lambda each: each[1], zip(pieces, there, strict=True))
-        return sum(piece.pages for piece, _ in brought if piece.group == pieces[0].group)
+        counted = counted_group([piece.group for piece in pieces]) if pieces else 0
+        return sum(piece.pages for piece, _ in brought if piece.group == counted)
 
     async def _bring(self, entry: Entry, target: int) -> bool:
         if entry.where & target:

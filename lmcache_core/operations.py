@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from lmcache_core.client import AHEAD, Client, Held, Model
+from lmcache_core.client import AHEAD, Client, Held, Model, counted_group
 from lmcache_core.errors import ClosedError
 from lmcache_core.protocols import KVView
 
@@ -165,6 +165,7 @@ def load(
     """Copy all parts of a lease into `view`; pages in front of `first_page` are there already. Where one is missing,
     what lies in front of it is what there is; of several groups, nothing."""
     parts = held.parts
+    counted = counted_group([part.group for part in parts]) if parts else 0
     tiers: dict[str, int] = {}
     granted: list[Any] = []
     copied_bytes = 0
@@ -194,7 +195,7 @@ def load(
             source = grant.source[len(grant.source) // part.pages * there :]
             yield Copy(_scatter(view, part.group, part.first + there, part.pages - there, source))
             copied_bytes += len(source)
-            if part.group == parts[0].group:
+            if part.group == counted:
                 tiers[grant.tier] = tiers.get(grant.tier, 0) + part.pages - there
         client.consume(held, ready)
         number += ready

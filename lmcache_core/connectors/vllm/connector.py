@@ -1,4 +1,4 @@
-"""`LMCacheCoreConnector`: vLLM's interface of KV connectors, translated. The only module that imports vLLM.
+"""`LMCacheCoreConnector`: vLLM's interface of KV connectors, translated. It and `metrics` alone import vLLM.
 
 vLLM makes two of them: one in the scheduler's process, one in each worker. No exception of ours reaches the engine:
 what cannot be had is computed.
@@ -20,8 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_core.connectors.vllm import identity
+from lmcache_core.connectors.vllm.counters import Counts, joined
+from lmcache_core.connectors.vllm.metrics import ConnectorMetrics, ConnectorStats
 from lmcache_core.connectors.vllm.nodes import Door, WorkerDoor, open_door
 from lmcache_core.connectors.vllm.options import read_options
 from lmcache_core.connectors.vllm.plan import Facts, Report, Step
@@ -37,6 +40,9 @@ __all__ = ["LMCacheCoreConnector", "Metadata", "WorkerMetadata"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+SOURCES = {"cpu": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+"""What vLLM calls the medium of a backend."""
 
 log = logging.getLogger("vllm.lmcache_core")
 """Below vLLM's own logger, so that its lines are shown as vLLM's are."""
@@ -91,6 +97,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         super().__init__(vllm_config, role, kv_cache_config)
         self.faults = 0
         """Exceptions of ours that were kept from the engine."""
+        self._faults_told = 0
         self._log = RateLog(log, 10.0)
         options = read_options(self._kv_transfer_config.kv_connector_extra_config)
         for reason in identity.refusals(vllm_config):
@@ -112,6 +119,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._door = door = open_door(options.config, engine, blocks, processes=not same_process)
             page_tokens = page_tokens_for([blocks], door.client.page_tokens)
             self._salt = door.config.salt
+            self._backends = {tier.name: tier.backend for tier in door.config.tiers}
             self._log = RateLog(log, door.config.log_interval)
 
             def describe(facts: Facts) -> Namespace:
@@ -231,6 +239,48 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         assert self._scheduler is not None
         self._scheduler.end(request.request_id)
         return False, None
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        sources = self._sources(request, num_external_tokens) or {}
+        rest = num_external_tokens - sum(sources.values())
+        if rest:  # a page that is loaded for a part of it, or what was evicted just now
+            source = max(sources, key=lambda each: sources[each]) if sources else CacheHitSource.EXTERNAL_UNSPECIFIED
+            sources[source] = sources.get(source, 0) + rest
+        return {source: count for source, count in sources.items() if count > 0}
+
+    @_guarded(None)
+    def _sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        assert self._scheduler is not None
+        found: dict[Any, int] = {}
+        for tier, count in self._scheduler.sources(request.request_id, num_external_tokens).items():
+            source = SOURCES.get(self._backends.get(tier, tier), CacheHitSource.EXTERNAL_UNSPECIFIED)
+            found[source] = found.get(source, 0) + count
+        return found
+
+    @_guarded(None)
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """What has been counted since this was last asked."""
+        counts = Counts(float)
+        if self._scheduler is not None:
+            counts, self._scheduler.counts = self._scheduler.counts, counts
+        counts["faults", ""] += self.faults - self._faults_told
+        self._faults_told = self.faults
+        data = joined(counts)
+        return ConnectorStats(data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:
+        return ConnectorStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorMetrics:
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @_guarded(False)
     def reset_cache(self) -> bool:

@@ -68,6 +68,7 @@ class Timing:
     """How a load went on the first rank."""
 
     request: str
+    first_page: int
     pages: tuple[tuple[str, int], ...]
     """By tier, what was copied from there."""
     page_bytes: int

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache_core.client import Client, Held, Model, Storing
+from lmcache_core.connectors.vllm.counters import Counts
 from lmcache_core.connectors.vllm.options import Options
 from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step, Timing
 from lmcache_core.connectors.vllm.rates import Rates
@@ -88,13 +89,14 @@ class SchedulerSide:
     ) -> None:
         self.client = client
         self.page_tokens = page_tokens
-        self.counts: Counter[str] = Counter()
-        """What was decided, in tokens."""
+        self.counts: Counts = Counts(float)
+        """See `COUNTERS`."""
         self._options = options
         self._describe = describe
         self._page_blocks = [page_tokens // each for each in block_tokens]
         self._chunk_pages = max(1, client.chunk_tokens // page_tokens)
         self._ranks = ranks
+        self._groups = len(block_tokens)
         self._may_wait = may_wait and options.sync_load > 0
         self._renew = lease_seconds / 2
         self._warn = warn
@@ -161,7 +163,6 @@ class SchedulerSide:
         pages = -(-(tracked.local + external) // self.page_tokens)
         tracked.loading = True
         tracked.saved = held.pages
-        self.counts["load_tokens"] += external
         self._loads.append(
             Load(
                 request_id,
@@ -257,6 +258,18 @@ class SchedulerSide:
         for tracked in self._requests.values():
             self._release(tracked)
 
+    def sources(self, request_id: str, external: int) -> dict[str, int]:
+        """From which tiers the `external` tokens come that were promised last, for those who count them."""
+        tracked = self._requests.get(request_id)
+        if tracked is None or self._model is None or not external:
+            return {}
+        first, pages = tracked.local // self.page_tokens, -(-(tracked.local + external) // self.page_tokens)
+        keys = tracked.keys
+        tiers = Counter(self.client.lookup(self._model, keys[:pages], quiet=True).tiers)
+        if first:
+            tiers -= Counter(self.client.lookup(self._model, keys[:first], quiet=True).tiers)
+        return {tier: count * self.page_tokens for tier, count in tiers.items()}
+
     @property
     def idle(self) -> bool:
         """Whether nothing is held and nothing under way."""
@@ -327,7 +340,8 @@ class SchedulerSide:
         elif load < compute:
             tracked.patience = min(tracked.patience, compute)
         else:
-            self.counts["unpaid_tokens"] += (held.pages - max(first, in_pool)) * self.page_tokens
+            declined = (held.pages - max(first, in_pool)) * self.page_tokens
+            self.counts["declined_tokens", tracked.tier] += declined
             self._warm(tracked, held.pages, nbytes)
             self._release(tracked)
             if in_pool > first and len(self._namespace.groups) == 1:
@@ -371,7 +385,14 @@ class SchedulerSide:
 
     def _learn(self, timing: Timing) -> None:
         """How fast a tier is, from a load."""
-        self.counts["loaded_tokens"] += sum(pages for _, pages in timing.pages) * self.page_tokens
+        for tier, pages in timing.pages:
+            self.counts["loaded_tokens", tier] += pages * self.page_tokens
+        self.counts["load_seconds", ""] += timing.seconds
+        self.counts["failed_tokens", ""] += timing.missing * self.page_tokens
+        there = (timing.first_page + sum(pages for _, pages in timing.pages)) * self.page_tokens
+        self.counts["saved_seconds", ""] += (
+            self.rates.prefill_seconds(timing.first_page * self.page_tokens, there) or 0.0
+        )
         page_bytes = timing.page_bytes
         slow = {tier: pages * page_bytes for tier, pages in timing.pages if tier != POOL}
         from_pool = sum(pages * page_bytes for tier, pages in timing.pages if tier == POOL)
@@ -431,7 +452,6 @@ class SchedulerSide:
         if tracked is not None:
             tracked.load = False  # or it would be promised and fail again
             tracked.saved = 0
-            self.counts["load_failures"] += 1
 
     def _ended(self, request_id: str) -> None:
         del self._loaded[request_id]
@@ -472,7 +492,8 @@ class SchedulerSide:
         at = [each for each in stops(pages, self.page_tokens, self.client.retention_tokens) if each > first]
         storing = self.client.begin_store(self._model, keys, at, first)
         tracked.saved = pages
-        self.counts["dropped_tokens"] += storing.dropped * self.page_tokens
+        if storing.dropped:
+            self.counts["dropped_tokens", ""] += storing.dropped // self._groups * self.page_tokens
         if not storing.rooms:
             self.client.finish_store(storing)
             return
@@ -484,7 +505,8 @@ class SchedulerSide:
 
     def _saved(self, number: int, saving: _Saving, *, worthless: bool) -> None:
         del self._savings[number]
-        self.client.finish_store(saving.storing)
+        finished = self.client.finish_store(saving.storing)
+        self.counts["stored_tokens", ""] += finished.pages // self._groups * self.page_tokens
         tracked = self._requests.get(saving.request)
         if worthless and tracked is not None:
             tracked.saved = min(tracked.saved, saving.first_page)

@@ -436,7 +436,15 @@ class _Loading:
         job = self.job
         seconds = self._ended_at - self._started_at
         missing = max(0, job.pages - max(self.pages, job.first_page))
-        return Timing(job.request, tuple(self._tiers.items()), self._worker.page_bytes, seconds, self.alone, missing)
+        return Timing(
+            job.request,
+            job.first_page,
+            tuple(self._tiers.items()),
+            self._worker.page_bytes,
+            seconds,
+            self.alone,
+            missing,
+        )
 
     def _end(self) -> None:
         self.done = True
