@@ -1,0 +1,197 @@
+"""The connector's two sides in any order of events: a hypothesis state machine over an engine and a real node."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import ClassVar
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from lmcache_core.wrappers import Corrupting, Faulty, Slow, randomly
+from tests.connectors.vllm.world import World, open_world, prompt
+from tests.node.shelf import Shelf
+
+# Prompts that share beginnings, end inside pages and chunks, and fork inside and between them.
+PROMPTS = ["ab12", "abcd", "abcde1", "abxy12", "abcdefg1234", "b1", "bcd", "1", "abcdxy", "ac1bd", "abcdefghij12"]
+
+
+class ConnectorMachine(RuleBasedStateMachine):
+    """Requests with shared prefixes, steps, evictions, faults of a tier, aborts, preemptions and resets.
+
+    The engine raises `Wrong` for an answer that was computed with other KV, and for a write where none is allowed; at
+    the end all that the node holds is read and compared.
+    """
+
+    OPERATIONS = (
+        ["add"] * 6
+        + ["step"] * 12
+        + ["run"] * 4
+        + ["forget"] * 3
+        + ["evict"] * 4
+        + ["abort", "abort", "preempt", "reset", "clear", "settle", "lose_slots", "time_passes", "break_tier"]
+        + ["mend_tier", "hang_tier"]
+    )
+    GROUPS: ClassVar[Sequence[str]] = ("f", "f", "k", "o", "p")
+    RANKS: ClassVar[Sequence[tuple[int, int]]] = ((1, 1),)
+
+    @initialize(
+        group=st.integers(0, 99),
+        ranks=st.integers(0, 99),
+        blocks=st.sampled_from([60, 80, 200]),
+        budget=st.sampled_from([7, 40, 64, 1000]),
+        slots=st.sampled_from([3, 8, 64]),
+        sync=st.booleans(),
+        local=st.booleans(),
+    )
+    def open(self, group: int, ranks: int, blocks: int, budget: int, slots: int, sync: bool, local: bool) -> None:
+        self.stack = ExitStack()
+        self.faulty = Faulty(Corrupting(Shelf(), probability=0.2, seed=group), randomly(0.3, seed=group))
+        self.slow = Slow(self.faulty)
+        self.faulty.active = False
+        groups = self.GROUPS[group % len(self.GROUPS)]
+        size, replicas = self.RANKS[ranks % len(self.RANKS)]
+        self.world: World = self.stack.enter_context(
+            open_world(
+                self.slow,
+                groups=groups,
+                ranks=size,
+                replicas=replicas,
+                blocks=blocks * len(groups) if groups != "p" else blocks // 2,
+                budget=budget,
+                slots=slots,
+                options={"sync_load": 1e9 if sync else 0.0, "load_timeout": 5.0},
+                tiers=[{"read_timeout": 0.05}],
+            )
+        )
+        self.engine = self.world.engine
+        self.engine.local_cache = local
+        self.numbers = 0
+        self.asked: dict[str, tuple[list[int], int, str, int]] = {}
+
+    @rule(operation=st.sampled_from(OPERATIONS), seed=st.integers(0, 1 << 16))
+    def go(self, operation: str, seed: int) -> None:
+        self.rng = random.Random(seed)
+        getattr(self, operation)()
+        self.check_answers()
+
+    def check_answers(self) -> None:
+        for request_id in list(self.engine.done):
+            tokens, count, salt, weights = self.asked.pop(request_id)
+            output = self.engine.done.pop(request_id)
+            assert len(output) == count
+            assert weights != self.engine.weights or output == self.engine.expected(tokens, count, salt)
+
+    # Requests
+
+    def add(self) -> None:
+        if len(self.engine.requests) >= 5:
+            return
+        self.numbers += 1
+        request_id = f"r{self.numbers}"
+        tokens, count = prompt(self.rng.choice(PROMPTS)), self.rng.choice([1, 1, 3, 20, 40])
+        salt = self.rng.choice(["", "", "", "tenant"])
+        self.asked[request_id] = tokens, count, salt, self.engine.weights
+        self.engine.add(request_id, tokens, count, salt=salt)
+
+    def abort(self) -> None:
+        living = [each for each in self.engine.requests.values() if each.status != "finished"]
+        if living:
+            request_id = self.rng.choice(living).request_id
+            self.engine.abort(request_id)
+            del self.asked[request_id]
+
+    def preempt(self) -> None:
+        if self.engine.running:
+            self.engine._preempt(self.rng.choice(self.engine.running))
+
+    # Steps
+
+    def step(self) -> None:
+        self.engine.step()
+        self.world.clock.now += 1.0
+        if not self.slow._hanging_verbs:
+            self.world.settle()
+
+    def run(self) -> None:
+        self.mend_tier()
+        self.engine.run()
+        self.world.settle()
+
+    def settle(self) -> None:
+        self.mend_tier()
+        self.world.settle()
+
+    def time_passes(self) -> None:
+        self.world.clock.now += 20.0
+        self.world.worker_clock.now += self.rng.choice([0.1, 6.0])
+
+    # The node
+
+    def forget(self) -> None:
+        self.engine.forget()
+
+    def evict(self) -> None:
+        if not self.slow._hanging_verbs:
+            self.world.forget("cpu")
+
+    def clear(self) -> None:
+        """An operator takes away everything, leased or not."""
+        if not self.slow._hanging_verbs:
+            from lmcache_core.direct import DirectClient
+
+            DirectClient(self.world.node).clear(None, self.rng.choice([None, ["cpu"], ["t0"]]))
+
+    def lose_slots(self) -> None:
+        self.world.node.guard.index.frozen = self.rng.random() < 0.5
+
+    def break_tier(self) -> None:
+        self.faulty.active = True
+
+    def hang_tier(self) -> None:
+        self.slow.hang("read")
+
+    def mend_tier(self) -> None:
+        self.faulty.active = False
+        self.slow.release()
+
+    def reset(self) -> None:
+        if not self.engine.reset():
+            return
+        for request_id, (tokens, count, salt, _) in self.asked.items():
+            self.asked[request_id] = tokens, count, salt, -1
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        with self.stack:
+            self.mend_tier()
+            self.engine.run()
+            self.check_answers()
+            assert not self.asked
+            self.world.at_rest()
+
+
+class HybridMachine(ConnectorMachine):
+    """Several cache groups."""
+
+    GROUPS = ("fw", "fb", "fw", "wf")
+
+
+class RanksMachine(ConnectorMachine):
+    """Several ranks, some of which hold the same."""
+
+    GROUPS = ("f", "fw")
+    RANKS = ((2, 1), (2, 2), (4, 2))
+
+
+FEW = settings(max_examples=int(__import__("os").environ.get("EX","8")), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("machine", [ConnectorMachine, HybridMachine, RanksMachine])
+def test_nothing_is_wrong_in_any_order_of_events(machine: type[ConnectorMachine]) -> None:
+    run_state_machine_as_test(machine, settings=FEW)  # type: ignore[no-untyped-call]
