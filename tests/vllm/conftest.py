@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ if THERE:
     from tests.vllm.models import make_model
 
     os.environ.update(ENVIRONMENT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings are errors here, and vLLM's import has many
+        import vllm.v1.core.sched.scheduler  # noqa: F401
+
+    from tests.vllm.engine import ENVIRONMENT, Answer, Engine
+    from tests.vllm.models import make_model
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -112,6 +112,10 @@ class Inside:
             asked = [each | {"cache_salt": salt} for each in asked]
         return [_answer(output) for output in self.llm.generate(asked, sampling, use_tqdm=False)]
 
+    def metric(self, name: str) -> int:
+        """One of vLLM's own counters."""
+        return sum(int(each.value) for each in self.llm.get_metrics() if each.name == f"vllm:{name}")
+
     def forget(self) -> None:
         """Have vLLM forget what it has cached itself."""
         assert self.llm.reset_prefix_cache()

@@ -24,6 +24,8 @@ WAYS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "over steps, pages of two blocks": (256, {"sync_load": 0}),
 }
 
+LOADED = "external_prefix_cache_hits"
+
 
 class Case(Engine):
     """An engine that loads in one of the ways."""
@@ -73,10 +75,10 @@ def test_a_hit_goes_on_behind_what_the_engine_has_itself(engine: Case, plain: Pl
     engine.generate([LONG])
     engine.run(Inside.forget)
     assert engine.generate([START])[0].agrees(start)
-    loaded = engine.run(load_tokens)
+    loaded = engine.run(Inside.metric, LOADED)
     (answer,) = engine.generate([LONG])
     assert (answer.cached, answer.agrees(expected)) == (2200 // engine.page * engine.page, True)
-    assert engine.run(load_tokens) - loaded == answer.cached - 384
+    assert engine.run(Inside.metric, LOADED) - loaded == answer.cached - 384
 
 
 def test_a_request_finds_what_another_has_just_stored(engine: Case, plain: Plain) -> None:
@@ -93,7 +95,3 @@ def test_a_request_finds_what_another_has_just_stored(engine: Case, plain: Plain
 def test_nothing_is_held_when_all_is_answered(engine: Case) -> None:
     engine.generate([LONG, EXACT, FORK])
     assert engine.run(Inside.settled) == {"requests": 0, "busy": 0, "leases": 0, "staged": 0}
-
-
-def load_tokens(inside: Inside) -> int:
-    return int(inside.connector._scheduler.counts["load_tokens"])
