@@ -26,7 +26,7 @@ from lmcache_core.connectors.vllm import identity
 from lmcache_core.connectors.vllm.counters import Counts, joined
 from lmcache_core.connectors.vllm.metrics import ConnectorMetrics, ConnectorStats
 from lmcache_core.connectors.vllm.nodes import Door, WorkerDoor, open_door
-from lmcache_core.connectors.vllm.options import read_options
+from lmcache_core.connectors.vllm.options import read_options, read_request_options
 from lmcache_core.connectors.vllm.plan import Facts, Report, Step
 from lmcache_core.connectors.vllm.requests import Marks
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
@@ -97,7 +97,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         super().__init__(vllm_config, role, kv_cache_config)
         self.faults = 0
         """Exceptions of ours that were kept from the engine."""
-        self._faults_told = 0
+        self._told = Counts(float)
+        """What has been counted and told."""
         self._log = RateLog(log, 10.0)
         options = read_options(self._kv_transfer_config.kv_connector_extra_config)
         for reason in identity.refusals(vllm_config):
@@ -179,13 +180,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         adapter = None if lora is None else f"{lora.lora_name} {adapter_digest(lora.lora_path)}"
         marks = Marks(salt=(self._salt, request.cache_salt or ""), **identity.marks_of(request, adapter))
         usable = getattr(request, "prompt_embeds", None) is None and not getattr(request, "resumable", False)
-        params = request.kv_transfer_params or {}
-        scheduler.begin(
-            request,
-            marks,
-            load=usable and not params.get("lmcache_skip_load"),
-            save=usable and not params.get("lmcache_skip_store"),
-        )
+        scheduler.begin(request, marks, read_request_options(request.kv_transfer_params), usable=usable)
 
     @_guarded((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -262,10 +257,10 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """What has been counted since this was last asked."""
         counts = Counts(float)
         if self._scheduler is not None:
-            counts, self._scheduler.counts = self._scheduler.counts, counts
-        counts["faults", ""] += self.faults - self._faults_told
-        self._faults_told = self.faults
-        data = joined(counts)
+            counts.update(self._scheduler.counts)
+        counts["faults", ""] = self.faults
+        new, self._told = {key: amount - self._told[key] for key, amount in counts.items()}, counts
+        data = joined(new)
         return ConnectorStats(data) if data else None
 
     @classmethod

@@ -28,6 +28,6 @@ def metric_name(name: str) -> str:
     return f"vllm:lmcache_core_{name}"
 
 
-def joined(counts: Counts) -> dict[str, float]:
+def joined(counts: Mapping[tuple[str, str], float]) -> dict[str, float]:
     """Counts as plain data: `name` or `name label`."""
     return {f"{name} {label}".strip(): amount for (name, label), amount in counts.items() if amount}

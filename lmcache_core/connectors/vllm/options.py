@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -11,7 +11,7 @@ from lmcache_core.config.conversion import convert
 from lmcache_core.errors import ConfigError
 from lmcache_core.units import Duration
 
-__all__ = ["Options", "read_options"]
+__all__ = ["PARAMETERS", "Options", "RequestOptions", "read_options", "read_request_options"]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +33,38 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Time after which a load is given up and the rest computed."""
     lookup_timeout: Duration = 2.0
     """Time that a request waits at most for tiers that cannot tell at once what they hold."""
+
+
+PARAMETERS = "lmcache_core"
+"""Key of our options in a request's `kv_transfer_params`."""
+
+
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a request may ask for, in `kv_transfer_params: {"lmcache_core": {...}}`."""
+
+    load: bool = True
+    """Whether KV may be loaded for it."""
+    store: bool = True
+    """Whether its KV is stored."""
+    max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Most tokens of its prompt to load, from the start; what is behind them is computed."""
+    tiers: list[str] | None = None
+    """Tiers to load from and to store to, `cpu` for host memory; all by default."""
+
+
+def read_request_options(parameters: Any) -> RequestOptions:
+    """The options in a request's `kv_transfer_params`.
+
+    Raises:
+        ConfigError: One is unknown or not what it must be; the message says which and what to write.
+    """
+    written = parameters.get(PARAMETERS) if isinstance(parameters, Mapping) else None
+    if written is None:
+        return RequestOptions()
+    try:
+        return convert(written, RequestOptions)
+    except ConfigError as error:
+        raise ConfigError(f"kv_transfer_params: {PARAMETERS}: {error}") from error
 
 
 def read_options(written: Mapping[str, Any]) -> Options:

@@ -58,6 +58,10 @@ class Tracked:
     load: bool = True
     """Whether it may be loaded at all."""
     save: bool = True
+    most_tokens: int | None = None
+    """Tokens to load at most."""
+    places: Sequence[str] | None = None
+    """Tiers to load from and to store to."""
     hasher: PageHasher = field(init=False)
     held: Held | None = None
     held_at: float = 0.0

@@ -17,7 +17,7 @@ from typing import Any
 
 from lmcache_core.client import Client, Held, Model, Storing
 from lmcache_core.connectors.vllm.counters import Counts
-from lmcache_core.connectors.vllm.options import Options
+from lmcache_core.connectors.vllm.options import Options, RequestOptions
 from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step, Timing
 from lmcache_core.connectors.vllm.rates import Rates
 from lmcache_core.connectors.vllm.requests import EngineRequest, Marks, Tracked
@@ -67,8 +67,8 @@ class SchedulerSide:
         page_tokens: Tokens of a page, a multiple of the engine's blocks.
         block_tokens: Tokens of a block, by cache group.
         ranks: Workers that load and store.
-        may_wait: Whether a step may load what it needs itself: the engine has one cache group, and no step in flight
-            while it plans the next.
+        may_wait: Whether a step may load what it needs itself: the engine has one cache group, and plans no step before
+            the one in front of it has ended, so that none goes on from what was lost.
         lease_seconds: How long the node keeps what a lookup found.
         warn: Logs a line, at most one a kind and interval.
     """
@@ -122,11 +122,25 @@ class SchedulerSide:
     # What the engine asks
 
     def begin(
-        self, request: EngineRequest, marks: Marks | None = None, *, load: bool = True, save: bool = True
+        self,
+        request: EngineRequest,
+        marks: Marks | None = None,
+        wanted: RequestOptions | None = None,
+        *,
+        usable: bool = True,
     ) -> None:
-        """A request has come."""
+        """A request has come. It is not `usable` if its tokens don't tell its KV."""
         if request.request_id not in self._requests:
-            self._requests[request.request_id] = Tracked(request, marks or Marks(), self.page_tokens, load, save)
+            wanted = wanted or RequestOptions()
+            self._requests[request.request_id] = Tracked(
+                request,
+                marks or Marks(),
+                self.page_tokens,
+                usable and wanted.load,
+                usable and wanted.store,
+                wanted.max_load_tokens,
+                wanted.tiers,
+            )
 
     def match(self, request_id: str, local: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded behind the first `local`, and whether while the engine goes on with others.
@@ -196,6 +210,7 @@ class SchedulerSide:
     def step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[Sequence[int]] | None]) -> Step:
         """What the workers shall do in a step that computes so many tokens of these requests."""
         step = Step(self.page_tokens, known=self._facts is not None)
+        self._may_wait = self._may_wait and not self._steps  # whatever was said: this engine plans ahead
         self._steps.append(self._stepped(scheduled))
         if self._model is not None and not self._off:
             for request_id, tokens in scheduled.items():
@@ -298,7 +313,8 @@ class SchedulerSide:
             return False
         assert self._model is not None
         first = tracked.asked is None
-        held = self.client.hold(self._model, tracked.keys)
+        most = None if tracked.most_tokens is None else tracked.most_tokens // self.page_tokens
+        held = self.client.hold(self._model, tracked.keys[:most], tracked.places)
         self._release(tracked)
         if held.asked is not None and first:
             self.client.release(held)
@@ -331,7 +347,7 @@ class SchedulerSide:
         compute = self.rates.prefill_seconds(max(first, in_pool) * self.page_tokens, held.pages * self.page_tokens)
         if compute is None:
             return
-        tiers = self.client.lookup(self._model, tracked.keys[: held.pages], quiet=True).tiers
+        tiers = self.client.lookup(self._model, tracked.keys[: held.pages], tracked.places, quiet=True).tiers
         nbytes = {tier: pages * page_bytes for tier, pages in tiers.items() if tier != POOL}
         tracked.tier = max(nbytes, key=lambda each: nbytes[each]) if nbytes else ""
         load = self.rates.load_seconds(nbytes)
@@ -345,7 +361,7 @@ class SchedulerSide:
             self._warm(tracked, held.pages, nbytes)
             self._release(tracked)
             if in_pool > first and len(self._namespace.groups) == 1:
-                less = self.client.hold(self._model, tracked.keys[:in_pool])
+                less = self.client.hold(self._model, tracked.keys[:in_pool], tracked.places)
                 tracked.held, tracked.held_at, tracked.weighed = less, self._clock(), True
                 tracked.now = self._may_wait and self._pages_in_pool(less) >= less.pages
 
@@ -374,7 +390,7 @@ class SchedulerSide:
         self._warming_since = self._clock()
         self._warming_bytes = sum(nbytes.values())
         self._warming_tier = max(nbytes, key=lambda tier: nbytes[tier]) if nbytes else ""
-        self._warming = self.client.prefetch(self._model, tracked.keys[:pages], None, POOL)
+        self._warming = self.client.prefetch(self._model, tracked.keys[:pages], tracked.places, POOL)
 
     def _warmed(self) -> None:
         warming = self._warming
@@ -490,7 +506,7 @@ class SchedulerSide:
             return
         assert self._model is not None
         at = [each for each in stops(pages, self.page_tokens, self.client.retention_tokens) if each > first]
-        storing = self.client.begin_store(self._model, keys, at, first)
+        storing = self.client.begin_store(self._model, keys, at, first, tracked.places)
         tracked.saved = pages
         if storing.dropped:
             self.counts["dropped_tokens", ""] += storing.dropped // self._groups * self.page_tokens
