@@ -9,7 +9,7 @@ scheduler keeps in flight.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -287,7 +287,7 @@ class Scheduled:
 
 
 def answers(
-    model: Path, prompts: dict[str, Sequence[int]], answer: int = 4, *, windows: bool = False
+    model: Path, prompts: Mapping[str, Sequence[int]], answer: int = 4, *, windows: bool = False
 ) -> dict[str, list[int]]:
     """What an engine without us answers, each request alone."""
     plain = Scheduled(model, None, windows=windows)

@@ -21,6 +21,7 @@ from lmcache_core.connectors.vllm.options import Options, RequestOptions
 from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step, Timing
 from lmcache_core.connectors.vllm.rates import Rates
 from lmcache_core.connectors.vllm.requests import EngineRequest, Marks, Tracked
+from lmcache_core.errors import LMCacheError
 from lmcache_core.index.boundary import stops
 from lmcache_core.namespace import Namespace, new_epoch
 
@@ -216,7 +217,11 @@ class SchedulerSide:
             for request_id, tokens in scheduled.items():
                 tracked = self._requests.get(request_id)
                 if tracked is not None and tracked.save:
-                    self._plan_save(step, tracked, tokens, blocks_of)
+                    try:
+                        self._plan_save(step, tracked, tokens, blocks_of)
+                    except LMCacheError as error:  # a tier that isn't there, say: others go on
+                        tracked.save = False
+                        self._warn("store", f"KV of a request is not stored: {error}")
         if not scheduled:
             self._pause()
         step.loads = self.take_loads()
