@@ -23,9 +23,6 @@ if THERE:
         warnings.simplefilter("ignore")  # warnings are errors here, and vLLM's import has many
         import vllm.v1.core.sched.scheduler  # noqa: F401
 
-    from tests.vllm.engine import ENVIRONMENT, Answer, Engine
-    from tests.vllm.models import make_model
-
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if not THERE:
@@ -49,12 +46,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 class Plain:
-    """What vLLM answers without us. Its engine stays for the next question about the same model."""
+    """What vLLM answers without us. An engine stays, idle, for the next question about its model."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._engine: Engine | None = None
-        self._kind = ""
+        self._engines: dict[str, Engine] = {}
         self._answers: dict[tuple[str, int, tuple[int, ...]], Answer] = {}
 
     def __call__(self, kind: str, prompts: Sequence[Sequence[int]], tokens: int = 8) -> list[Answer]:
@@ -62,20 +58,14 @@ class Plain:
         names = [(kind, tokens, tuple(each)) for each in prompts]
         for name in names:
             if name not in self._answers:
-                (self._answers[name],) = self._of(kind).generate([name[2]], tokens)
+                if kind not in self._engines:
+                    self._engines[kind] = Engine(self._models(kind), enable_prefix_caching=False)
+                (self._answers[name],) = self._engines[kind].generate([name[2]], tokens)
         return [self._answers[name] for name in names]
 
-    def _of(self, kind: str) -> Engine:
-        if self._engine is None or self._kind != kind:
-            self.close()
-            self._engine = Engine(self._models(kind), enable_prefix_caching=False)
-            self._kind = kind
-        return self._engine
-
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        for engine in self._engines.values():
+            engine.close()
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,13 @@ takes longer than all else.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -32,6 +34,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+PATIENCE = 30.0
+"""Seconds after which an engine that answers within one is given up."""
 LOGPROB = 1e-4
 """By which the logarithms of two probabilities may differ in float32, because batches are added up in another order."""
 
@@ -97,20 +101,46 @@ class Inside:
         self, prompts: Sequence[Sequence[int]], tokens: int = 8, *, salt: str | None = None, **params: Any
     ) -> list[Answer]:
         """Answer prompts, all of them together."""
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(
-            temperature=0,
-            max_tokens=tokens,
-            ignore_eos=True,
-            logprobs=1,
-            detokenize=False,
-            extra_args={"kv_transfer_params": params} if params else None,
-        )
+        sampling = _sampling(tokens, params)
         asked: list[Any] = [{"prompt_token_ids": list(each)} for each in prompts]
         if salt is not None:
             asked = [each | {"cache_salt": salt} for each in asked]
         return [_answer(output) for output in self.llm.generate(asked, sampling, use_tqdm=False)]
+
+    def drive(
+        self,
+        prompts: Mapping[str, Sequence[int]],
+        tokens: int = 8,
+        before_step: Callable[[int], Collection[str]] = lambda step: (),
+    ) -> dict[str, Answer]:
+        """Answer prompts step by step.
+
+        Args:
+            prompts: By the name of the request.
+            tokens: To be made of each.
+            before_step: Is told the number of each step, and names requests that are to be aborted.
+
+        Raises:
+            Stuck: The engine goes on without getting any further.
+        """
+        engine = self.llm.llm_engine
+        for name, each in prompts.items():
+            engine.add_request(name, {"prompt_token_ids": list(each)}, _sampling(tokens, {}))
+        answers: dict[str, Answer] = {}
+        give_up = time.monotonic() + PATIENCE
+        for step in itertools.count():
+            if not engine.has_unfinished_requests():
+                return answers
+            if time.monotonic() > give_up:
+                engine.abort_request([name for name in prompts if name not in answers])
+                raise Stuck(f"no answer to {sorted(prompts.keys() - answers.keys())} after {step} steps")
+            if aborted := list(before_step(step)):
+                engine.abort_request(aborted)
+            done = [
+                output for output in engine.step() if output.finished and output.outputs[0].finish_reason != "abort"
+            ]
+            answers |= {output.request_id: _answer(output) for output in done}
+        raise AssertionError
 
     def metric(self, name: str) -> int:
         """One of vLLM's own counters."""
@@ -144,6 +174,19 @@ def _generate(inside: Inside, /, prompts: Sequence[Sequence[int]], tokens: int, 
     return inside.generate(prompts, tokens, **params)
 
 
+def _sampling(tokens: int, params: Mapping[str, Any]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0,
+        max_tokens=tokens,
+        ignore_eos=True,
+        logprobs=1,
+        detokenize=False,
+        extra_args={"kv_transfer_params": dict(params)} if params else None,
+    )
+
+
 def _answer(output: Any) -> Answer:
     (made,) = output.outputs
     return Answer(
@@ -151,6 +194,10 @@ def _answer(output: Any) -> Answer:
         [each[token].logprob for each, token in zip(made.logprobs, made.token_ids, strict=True)],
         output.num_cached_tokens,
     )
+
+
+class Stuck(Exception):
+    """An engine does not answer."""
 
 
 class Failed(Exception):
@@ -193,13 +240,16 @@ class Engine:
             "disable_log_stats": False,
             **settings,
         }
+        self._settings = settings
+        self._environment = {**ENVIRONMENT, **(environment or {})}
+        self._start(fresh)
+
+    def _start(self, fresh: bool) -> None:
         context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
         if not fresh:
             context.set_forkserver_preload(["vllm", "vllm.v1.engine.llm_engine", "tests.vllm.engine"])
         self._pipe, theirs = multiprocessing.Pipe()
-        self._process = context.Process(
-            target=_live, args=(theirs, settings, {**ENVIRONMENT, **(environment or {})}), name="engine"
-        )
+        self._process = context.Process(target=_live, args=(theirs, self._settings, self._environment), name="engine")
         self._process.start()
         theirs.close()
         try:
@@ -227,6 +277,11 @@ class Engine:
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int = 8, **params: Any) -> list[Answer]:
         """As in `Inside`."""
         return self.run(_generate, prompts, tokens, **params)
+
+    def restart(self) -> None:
+        """Shut it down, and start it again in another process."""
+        self.close()
+        self._start(False)
 
     def close(self) -> None:
         """Shut it down."""

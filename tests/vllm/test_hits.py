@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.blocks import blocks_before_and_after, own_blocks_under_a_hit
 from tests.vllm.conftest import Models, Plain
 from tests.vllm.engine import Engine, Inside, prompt
 
@@ -16,6 +17,8 @@ EXACT = prompt(2, 1024)
 FORK = LONG[:900] + prompt(3, 300)
 START = LONG[:400]
 AFTER = prompt(4, 900)
+APART = prompt(6, 600)
+BITS = prompt(5, 1500)
 
 WAYS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "within a step": (128, {"sync_load": "10s"}),
@@ -81,6 +84,24 @@ def test_a_hit_goes_on_behind_what_the_engine_has_itself(engine: Case, plain: Pl
     assert engine.run(Inside.metric, LOADED) - loaded == answer.cached - 384
 
 
+def test_loaded_blocks_are_those_that_were_stored(engine: Case) -> None:
+    """Bit for bit. Tokens can't tell, as attention knows no order of what it looks at."""
+    there = 1500 // engine.page * engine.page
+    found = engine.run(blocks_before_and_after, BITS, AFTER, there)
+    assert [each.cached for each in found["answers"]] == [0, there]
+    assert found["equal"] == {"full": there // 128}
+    assert found["differ"] == 0
+    assert found["moved"] > 0
+
+
+def test_blocks_in_use_stay_as_they_are(engine: Case, plain: Plain) -> None:
+    """A hit behind what the engine has itself may begin inside a page: blocks before it are not written to."""
+    found = engine.run(own_blocks_under_a_hit, LONG, START, 384)
+    assert found["answer"].agrees(plain("llama", [LONG])[0])
+    assert found["answer"].cached == 2200 // engine.page * engine.page
+    assert (found["kept"], found["changed"]) == (3, 0)
+
+
 def test_a_request_finds_what_another_has_just_stored(engine: Case, plain: Plain) -> None:
     """And two that come together are both right, whoever stores."""
     (expected,) = plain("llama", [AFTER])
@@ -92,6 +113,38 @@ def test_a_request_finds_what_another_has_just_stored(engine: Case, plain: Plain
     assert both[0].cached == 900 // engine.page * engine.page
 
 
+def test_a_request_may_stay_out_of_the_cache(engine: Case) -> None:
+    assert engine.generate([APART], lmcache_skip_store=True)[0].cached == 0
+    engine.run(Inside.forget)
+    assert engine.generate([APART])[0].cached == 0
+    engine.run(Inside.forget)
+    assert engine.generate([APART], lmcache_skip_load=True)[0].cached == 0
+    engine.run(Inside.forget)
+    assert engine.generate([APART])[0].cached == 512
+
+
+def test_a_tenant_finds_its_own_only(engine: Case, plain: Plain) -> None:
+    (expected,) = plain("llama", [AFTER])
+    for salt, cached in [("one", 0), ("two", 0), ("one", 900 // engine.page * engine.page)]:
+        (answer,) = engine.generate([AFTER], salt=salt)
+        assert (answer.cached, answer.agrees(expected)) == (cached, True)
+        engine.run(Inside.forget)
+
+
+def test_nothing_old_is_found_after_a_reset(engine: Case, plain: Plain) -> None:
+    (expected,) = plain("llama", [EXACT])
+    engine.generate([EXACT])
+    engine.run(reset)
+    (answer,) = engine.generate([EXACT])
+    assert (answer.cached, answer.agrees(expected)) == (0, True)
+    engine.run(Inside.forget)
+    assert engine.generate([EXACT])[0].cached >= 1023
+
+
 def test_nothing_is_held_when_all_is_answered(engine: Case) -> None:
     engine.generate([LONG, EXACT, FORK])
     assert engine.run(Inside.settled) == {"requests": 0, "busy": 0, "leases": 0, "staged": 0}
+
+
+def reset(inside: Inside) -> None:
+    assert inside.llm.reset_prefix_cache(reset_connector=True)
