@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo test test-vllm test-py lint format docs bench faults clean
+.PHONY: help setup demo test test-vllm test-py lint format docs bench bench-vllm faults clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -53,11 +53,14 @@ docs: .venv-docs/.stamp  ## build the documentation into site/; a broken link fa
 bench: setup  ## measure; results go to bench.json
 	$(BIN)/python -m benchmarks.run --out bench.json
 
+bench-vllm: .venv-vllm/.stamp  ## measure time to first token in a real vLLM; results go to bench-vllm.json
+	.venv-vllm/bin/python -m benchmarks.vllm --out bench-vllm.json
+
 faults: setup  ## run the fault injection suite
 	$(BIN)/python -m benchmarks.faults
 
 clean:  ## delete everything that these targets made
-	rm -rf .venv .venv-docs .venv-py* .venv-vllm build dist site bench.json
+	rm -rf .venv .venv-docs .venv-py* .venv-vllm build dist site bench.json bench-vllm.json
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 

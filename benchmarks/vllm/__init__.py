@@ -1,0 +1,1 @@
+"""What the cache is worth in a real vLLM, beside vLLM's own connectors: `make bench-vllm`."""
