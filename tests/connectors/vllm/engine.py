@@ -243,7 +243,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """A user has gone."""
         request = self.requests[request_id]
-        waits = request.status == "remote"
+        waits = request.status == "remote" and not self._received_by_all(request)
         for queue in (self.waiting, self.running):
             if request in queue:
                 queue.remove(request)
@@ -462,7 +462,7 @@ class Engine:
             end = request.num_tokens if whole else computed + tokens
             needed += max(0, -(-end // layers.block_tokens) - len(mine) - nulls)
         idle = len({block for table in local for block in table if block in self.pool.free})
-        if needed > len(self.pool.free) - idle:
+        if needed > len(self.pool.free) - idle - (self._promised() if whole else 0):
             return False
         for mine, (nulls, new) in zip(local, tables, strict=True):
             self.pool.share(mine)
@@ -470,6 +470,16 @@ class Engine:
         for layers, table in zip(self.groups, request.blocks, strict=True):
             self._leave_behind(layers, table, computed)
         return True
+
+    def _promised(self) -> int:
+        """Blocks that requests which hold some will need for the rest of their prompts: without them, loads that wait
+        for each other's blocks would wait for ever."""
+        return sum(
+            max(0, -(-request.num_tokens // layers.block_tokens) - len(table))
+            for request in self.requests.values()
+            if request.status != "finished"
+            for layers, table in zip(self.groups, request.blocks, strict=False)
+        )
 
     def _extend(self, request: Request, tokens: int) -> bool:
         for layers, table in zip(self.groups, request.blocks, strict=True):
@@ -616,6 +626,8 @@ class Engine:
                 request.all_token_ids.append(self.hashes(request)[-1] % VOCABULARY)
                 if len(request.output) == request.max_tokens:
                     self._finish(request)
+        if report or plan.tokens or bad or ended:  # vLLM leaves out an output in which there is nothing
+            self.scheduler.stepped(loaded=bool(report.timings))
         if report:
             self.scheduler.report(report)
         for request_id in ended:

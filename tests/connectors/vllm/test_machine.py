@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from lmcache_core.connectors.vllm import worker
+from lmcache_core.connectors.vllm.plan import Load, Step
+from lmcache_core.connectors.vllm.requests import Marks
+from lmcache_core.connectors.vllm.scheduler import SchedulerSide
+from lmcache_core.connectors.vllm.worker import WorkerSide
+from lmcache_core.direct import DirectClient
+from lmcache_core.errors import LayoutError
+from lmcache_core.keys import PageHasher
 from lmcache_core.wrappers import Corrupting, Faulty, Slow, randomly
-from tests.connectors.vllm.world import World, open_world, prompt
+from tests.connectors.vllm.world import PAGE_TOKENS, World, open_world, prompt
 from tests.node.shelf import Shelf
 
 # Prompts that share beginnings, end inside pages and chunks, and fork inside and between them.
@@ -142,8 +151,6 @@ class ConnectorMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         """An operator takes away everything, leased or not."""
         if not self.slow._hanging_verbs:
-            from lmcache_core.direct import DirectClient
-
             DirectClient(self.world.node).clear(None, self.rng.choice([None, ["cpu"], ["t0"]]))
 
     def lose_slots(self) -> None:
@@ -189,9 +196,146 @@ class RanksMachine(ConnectorMachine):
     RANKS = ((2, 1), (2, 2), (4, 2))
 
 
-FEW = settings(max_examples=int(__import__("os").environ.get("EX","8")), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(
+    max_examples=20,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],  # shrink by hand: a request that never ends takes long
+    suppress_health_check=list(HealthCheck),
+)
+MANY = settings(FEW, max_examples=120, report_multiple_bugs=False)
 
 
 @pytest.mark.parametrize("machine", [ConnectorMachine, HybridMachine, RanksMachine])
 def test_nothing_is_wrong_in_any_order_of_events(machine: type[ConnectorMachine]) -> None:
     run_state_machine_as_test(machine, settings=FEW)  # type: ignore[no-untyped-call]
+
+
+# That the machine can fail: each of these is a mistake that a connector of this kind could make.
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+BUGS: dict[str, tuple[type[ConnectorMachine], Patch]] = {}
+
+
+def bug(machine: type[ConnectorMachine]) -> Callable[[Patch], Patch]:
+    def add(patch: Patch) -> Patch:
+        BUGS[patch.__name__] = machine, patch
+        return patch
+
+    return add
+
+
+def change_loads(patch: pytest.MonkeyPatch, change: Callable[[Load], Load]) -> None:
+    before = WorkerSide.start
+
+    def start(self: WorkerSide, step: Step, *, busy: bool) -> None:
+        step.loads = [change(job) for job in step.loads]
+        before(self, step, busy=busy)
+
+    patch.setattr(WorkerSide, "start", start)
+
+
+@bug(ConnectorMachine)
+def the_first_page_is_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    change_loads(patch, lambda job: replace(job, first_page=max(0, job.first_page - 1)))
+
+
+@bug(ConnectorMachine)
+def blocks_are_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    change_loads(patch, lambda job: replace(job, blocks=tuple((*ids[1:], *ids[:1]) for ids in job.blocks)))
+
+
+@bug(ConnectorMachine)
+def local_blocks_are_loaded_again(patch: pytest.MonkeyPatch) -> None:
+    change_loads(patch, lambda job: replace(job, skip_tokens=0))
+
+
+@bug(ConnectorMachine)
+def spoilt_steps_are_stored(patch: pytest.MonkeyPatch) -> None:
+    before = WorkerSide.save
+
+    def save(self: WorkerSide, step: Step) -> None:
+        self._spoilt = False
+        before(self, step)
+
+    patch.setattr(WorkerSide, "save", save)
+
+
+@bug(ConnectorMachine)
+def pages_are_stored_before_they_are_complete(patch: pytest.MonkeyPatch) -> None:
+    before = SchedulerSide._plan_save
+
+    def plan(self: SchedulerSide, step: Step, tracked: Any, tokens: int, blocks_of: Any) -> None:
+        before(self, step, tracked, tokens + PAGE_TOKENS - 1, blocks_of)
+
+    patch.setattr(SchedulerSide, "_plan_save", plan)
+
+
+@bug(ConnectorMachine)
+def the_engine_goes_on_before_a_load_has_ended(patch: pytest.MonkeyPatch) -> None:
+    before = WorkerSide.start
+
+    def start(self: WorkerSide, step: Step, *, busy: bool) -> None:
+        before(self, step, busy=busy)
+        for job in step.loads:
+            if not job.now:
+                self._ended.add(job.request)
+
+    patch.setattr(WorkerSide, "start", start)
+
+
+@bug(ConnectorMachine)
+def the_first_bad_block_is_kept_quiet(patch: pytest.MonkeyPatch) -> None:
+    before = WorkerSide.bad_blocks
+
+    def bad_blocks(self: WorkerSide) -> set[int]:
+        return set(sorted(before(self))[1:])
+
+    patch.setattr(WorkerSide, "bad_blocks", bad_blocks)
+
+
+@bug(ConnectorMachine)
+def a_lease_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def release(self: SchedulerSide, tracked: Any) -> None:
+        forgotten.append(tracked.held)
+        tracked.held = None
+
+    forgotten: list[Any] = []
+    patch.setattr(SchedulerSide, "_release", release)
+
+
+@bug(ConnectorMachine)
+def tenants_share(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Marks, "hasher", lambda self, page_tokens: PageHasher(page_tokens))
+
+
+@bug(ConnectorMachine)
+def a_reset_keeps_the_epoch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SchedulerSide, "reset", lambda self: None)
+
+
+@bug(HybridMachine)
+def blocks_that_a_window_has_left_are_stored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(worker._RequestView, "has", lambda self, group, first_page, pages: True)
+
+
+@bug(HybridMachine)
+def the_null_block_is_written(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(worker, "NULL_BLOCK", -1)
+
+
+@bug(RanksMachine)
+def a_rank_takes_another_rank_s_part(patch: pytest.MonkeyPatch) -> None:
+    def shard(self: DirectClient, shards: int) -> int:
+        return max(0, shards - 1 - self.shard)
+
+    patch.setattr(DirectClient, "_shard", shard)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_the_machine_catches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, patch = BUGS[name]
+    patch(monkeypatch)
+    with pytest.raises((AssertionError, LayoutError, KeyError)):
+        run_state_machine_as_test(machine, settings=MANY)  # type: ignore[no-untyped-call]
