@@ -7,16 +7,18 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from lmcache_core.cli.clear_node import clear_node, holdings, node_of_process, tier_of_path
+from lmcache_core.cli.clear_node import clear_node, holdings, node_of_process, node_that_is_named, tier_of_path
 from lmcache_core.cli.disk_cache import Inspected, Shard, Space, can_be_inspected, look, namespaces, the_one_named
 from lmcache_core.cli.loading import load_usable
 from lmcache_core.cli.output import add_json_option, print_json, print_note, visible
 from lmcache_core.cli.running import connected, settings_of
+from lmcache_core.config import Config
 from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.plugins import load_backend
 from lmcache_core.protocols import Scannable, StorageBackend
@@ -25,6 +27,7 @@ from lmcache_core.units import format_size
 
 _BATCH = 256
 _BOUNDLESS = 1 << 50
+DOWN = "the node could not use it, so what lies there stays; clear it once it is up again (`lmcache-core status`)"
 READ_ONLY = "it is only read (write: never); clear it where it is written"
 
 
@@ -78,13 +81,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.socket is not None:
         with connected(arguments) as (client, _):
             return _clear_node(arguments, client, arguments.tier)
-    targets = [_path(arguments.path)] if arguments.config is None else _tiers(arguments.config, arguments.tier)
+    if arguments.config is None:
+        targets, config = [_path(arguments.path)], None
+    else:
+        config = load_usable(arguments.config).config
+        targets = _tiers(config, arguments.config, arguments.tier)
     seen = {target.name: [look(path) for path in target.paths if path.is_dir()] for target in targets}
     owners = {_process(shard) for found in seen.values() for each in found for shard in each.shards if shard.locked}
-    if owners:
-        with node_of_process(arguments, owners) as node:
-            if node is not None:
-                return _clear_node(arguments, node, _places(arguments, node, targets), _read_only(targets))
+    with _node(arguments, config, targets, owners) as node:
+        if node is not None:
+            _refuse_if_elsewhere(node, targets, seen)
+            return _clear_node(arguments, node, _places(arguments, node, targets), _read_only(targets))
     for target in targets:
         _refuse_if_in_use(target, seen[target.name])
     wanted = None
@@ -101,11 +108,44 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(outcome.problem for outcome in outcomes) else 0
 
 
+def _node(
+    arguments: argparse.Namespace, config: Config | None, targets: Sequence[_Target], owners: set[str]
+) -> AbstractContextManager[RemoteClient | None]:
+    """The node that is to be asked: the one that the configuration names, else the one that has the tiers open."""
+    if config is None or not (config.connect or config.socket):
+        if not targets:
+            raise LMCacheError(
+                f"{arguments.config} has no tiers, and names no node with `socket` or `connect`: there is nothing to "
+                "clear; name the node with --socket PATH (an engine without a socket clears its own with Cache.clear)"
+            )
+        return node_of_process(arguments, owners)
+    wants_memory = "cpu" in (arguments.tier or ())
+    return node_that_is_named(arguments, owners, must=not targets or wants_memory)
+
+
 def _places(arguments: argparse.Namespace, node: RemoteClient, targets: Sequence[_Target]) -> list[str] | None:
     if arguments.path is not None:
         return [tier_of_path(node, targets[0].paths[0], None)]
-    memory = ["cpu"] if arguments.tier is None else []
+    if not targets:
+        return None if arguments.tier is None else list(arguments.tier)
+    memory = ["cpu"] if arguments.tier is None or "cpu" in arguments.tier else []
     return memory + [target.name for target in targets if not target.read_only]
+
+
+def _refuse_if_elsewhere(node: RemoteClient, targets: Sequence[_Target], seen: dict[str, list[Inspected]]) -> None:
+    """
+    Raises:
+        LMCacheError: The node uses a tier of that name, but not what lies at its path.
+    """
+    up = {tier.name for tier in node.stats().tiers if tier.up}
+    for target in targets:
+        locked = any(shard.locked for each in seen[target.name] for shard in each.shards)
+        if target.paths and not target.read_only and target.name in up and not locked:
+            raise LMCacheError(
+                f"the node at {node.path} has a tier {target.name!r}, but not at {target.paths[0]}; clear what the node "
+                f"has with: lmcache-core clear --socket {node.path}; and the path with: lmcache-core clear "
+                f"{target.paths[0]}"
+            )
 
 
 def _read_only(targets: Sequence[_Target]) -> list[_Outcome]:
@@ -121,10 +161,19 @@ def _clear_node(
         print_note(f"the node at {node.path}:")
         if not _agreed(told):
             return 1
+    down = _down(node)
     cleared = clear_node(node, known, shares)
-    outcomes = [_Outcome(share.tier, share.chunks or 0, share.nbytes, None) for share in cleared]
-    _tell([*outcomes, *left], as_json=arguments.json)
-    return 1 if left else 0
+    down |= _down(node)
+    outcomes = [
+        _Outcome(share.tier, share.chunks or 0, share.nbytes, DOWN if share.tier in down else None) for share in cleared
+    ]
+    outcomes += left
+    _tell(outcomes, as_json=arguments.json)
+    return 1 if any(outcome.problem for outcome in outcomes) else 0
+
+
+def _down(node: RemoteClient) -> set[str]:
+    return {tier.name for tier in node.stats().tiers if not tier.up}
 
 
 def _path(text: str) -> _Target:
@@ -137,11 +186,14 @@ def _path(text: str) -> _Target:
     return _Target(str(path), "disk", options, [path])
 
 
-def _tiers(file: str, only: Sequence[str] | None) -> list[_Target]:
-    targets = []
-    tiers = load_usable(file).config.tiers
-    if unknown := [name for name in only or () if name not in [tier.name for tier in tiers]]:
-        names = ", ".join(tier.name for tier in tiers)
+def _tiers(config: Config, file: str, only: Sequence[str] | None) -> list[_Target]:
+    targets: list[_Target] = []
+    if config.connect:
+        return targets  # which the node knows
+    tiers = config.tiers
+    known = [tier.name for tier in tiers] + (["cpu"] if config.socket else [])
+    if unknown := [name for name in only or () if name not in known]:
+        names = ", ".join(known)
         raise ConfigError(f"there is no tier {unknown[0]!r}; {file} has {names or 'none'}")
     for tier in tiers:
         if only is not None and tier.name not in only:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lmcache_core.cli.disk_cache import can_be_inspected
-from lmcache_core.cli.running import Known, connected, namespaces_of, registered, the_namespace
+from lmcache_core.cli.running import Known, connected, listens, namespaces_of, not_there, registered, the_namespace
 from lmcache_core.config import Config, load_config
-from lmcache_core.errors import ConfigError, LMCacheError
+from lmcache_core.errors import BackendError, ConfigError, LMCacheError
 from lmcache_core.service.remote import RemoteClient
 
-__all__ = ["Share", "clear_node", "holdings", "node_of_process", "tier_of_path"]
+__all__ = ["Share", "clear_node", "holdings", "node_of_process", "node_that_is_named", "tier_of_path"]
 
 FLUSH_TIMEOUT = 30.0
 
@@ -34,9 +34,36 @@ def node_of_process(arguments: argparse.Namespace, pids: set[str]) -> Iterator[R
     with ExitStack() as stack:
         node = None
         with suppress(ConfigError):  # of what the environment names; the command does not need it
-            client, _ = stack.enter_context(connected(arguments, must=False))
-            node = client if client.node_pid and {str(client.node_pid)} == pids else None
+            if pids:
+                client, _ = stack.enter_context(connected(arguments, must=False))
+                node = client if _is_owner(client, pids) else None
         yield node
+
+
+@contextmanager
+def node_that_is_named(arguments: argparse.Namespace, pids: set[str], *, must: bool) -> Iterator[RemoteClient | None]:
+    """The node whose socket the configuration names, unless a process has a share of its tiers that is not it. None if
+    no process listens there: what it had in memory has gone with it.
+
+    Raises:
+        LMCacheError: It is not there, but it `must` be; or it is there, and does not answer or refuses.
+    """
+    with connected(arguments, must=False) as (client, config):
+        if client.wait_until_up(0):
+            yield client if not pids or _is_owner(client, pids) else None
+        elif listens(client.path, config.call_timeout):
+            raise not_there(client, config)
+        elif must:
+            raise BackendError(
+                f"there is no node at {client.path}, so nothing was cleared: its memory has gone with it, and what it "
+                "left on disks is cleared with the node's own configuration, or with: lmcache-core clear PATH"
+            )
+        else:
+            yield None
+
+
+def _is_owner(client: RemoteClient, pids: set[str]) -> bool:
+    return bool(client.node_pid) and pids == {str(client.node_pid)}
 
 
 def tier_of_path(client: RemoteClient, path: Path, config: str | None) -> str:

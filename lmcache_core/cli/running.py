@@ -29,6 +29,7 @@ __all__ = [
     "add_node_options",
     "add_timeout_option",
     "connected",
+    "listens",
     "namespaces_of",
     "not_there",
     "own_name",
@@ -113,18 +114,14 @@ def not_there(client: RemoteClient, config: Config, error: str = "") -> LMCacheE
     path = client.path
     why = error if "in time" in error else client.why or error
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(config.call_timeout)
-            probe.connect(path)
-    except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
+        there = listens(path, config.call_timeout)
+    except BackendError as error:
+        return error
+    if not there:
         return BackendError(
             f"there is no node at {path}; start it with: lmcache-core serve --socket {path}; or name the socket of "
             "another one with --socket"
         )
-    except PermissionError:
-        return BackendError(f"the node at {path} is another user's; ask it as that user or as root")
-    except OSError:
-        pass
     if "timed out" in why or "in time" in why:
         limit = format_duration(config.call_timeout)
         return BackendError(
@@ -132,6 +129,25 @@ def not_there(client: RemoteClient, config: Config, error: str = "") -> LMCacheE
             "LMCACHE_CORE_CALL_TIMEOUT=10s waits longer"
         )
     return BackendError(why or f"the node at {path} is not connected yet")
+
+
+def listens(path: str, timeout: float) -> bool:
+    """Whether a process has the socket at `path`, whatever it says.
+
+    Raises:
+        BackendError: It is another user's.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(timeout)
+            probe.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
+        return False
+    except PermissionError:
+        raise BackendError(f"the node at {path} is another user's; ask it as that user or as root") from None
+    except OSError:  # it takes nobody now
+        return True
+    return True
 
 
 @dataclass

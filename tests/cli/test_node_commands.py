@@ -285,6 +285,119 @@ def test_a_configuration_of_the_environment_that_is_wrong_keeps_nobody_from_clea
     assert f"{process.disk} is in use by process {process.pid} " in refused.err
 
 
+@pytest.mark.parametrize("key", ["connect", "socket"])
+@pytest.mark.parametrize("only", [[], ["--tier", "cpu"]])
+def test_a_configuration_without_tiers_clears_the_node_that_it_names(
+    run: Run, tmp_path: Path, key: str, only: list[str]
+) -> None:
+    config = settings(cpu="4MiB")
+    with serving(tmp_path, **config) as (served, path):
+        node = AtWork(path, tmp_path, served.process.pid)
+        node.fill(prompt_of(1, 3))
+        file = tmp_path / "named.yaml"
+        file.write_text(json.dumps({key: str(path)}))
+        cleared = run("clear", "--config", file, *only, "--yes")
+        assert (cleared.code, cleared.err, cleared.lines) == (0, "", ["cpu: 3 chunks deleted, 396KiB"])
+        with node.engine() as cache:
+            assert cache.lookup(prompt_of(1, 3)).tokens == 0
+
+
+def test_a_clients_configuration_clears_all_tiers_of_its_node(run: Run, node: AtWork, tmp_path: Path) -> None:
+    node.fill(prompt_of(1, 3))
+    file = tmp_path / "engine.yaml"
+    file.write_text(json.dumps({"connect": str(node.socket)}))
+    refused = run("clear", "--config", file, "--tier", "dsk", "--yes")
+    assert (refused.code, refused.err) == (1, "lmcache-core: error: there is no tier 'dsk'; this node has cpu, disk\n")
+    cleared = run("clear", "--config", file, "--yes")
+    lines = ["cpu: 3 chunks deleted, 396KiB", "disk: 3 chunks deleted, 396KiB"]
+    assert (cleared.code, cleared.lines) == (0, lines)
+    assert list(inspect_path(node.disk).entries()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "only"),
+    [
+        ({"connect": "SOCKET"}, []),
+        ({"socket": "SOCKET"}, []),
+        ({"socket": "SOCKET", "tiers": [{"backend": "disk", "path": "DISK", "capacity": "64MiB"}]}, ["--tier", "cpu"]),
+    ],
+)
+def test_where_the_node_is_not_there_a_clear_of_its_memory_fails(
+    run: Run, tmp_path: Path, config: dict[str, Any], only: list[str]
+) -> None:
+    path = tmp_path / "none.sock"
+    file = tmp_path / "named.yaml"
+    file.write_text(json.dumps(config).replace("SOCKET", str(path)).replace("DISK", str(tmp_path / "kv")))
+    refused = run("clear", "--config", file, *only, "--yes")
+    assert (refused.code, refused.out) == (1, "")
+    assert refused.err == (
+        f"lmcache-core: error: there is no node at {path}, so nothing was cleared: its memory has gone with it, and "
+        "what it left on disks is cleared with the node's own configuration, or with: lmcache-core clear PATH\n"
+    )
+
+
+def test_a_configuration_without_anything_that_can_be_cleared(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "cpu.yaml"
+    file.write_text(json.dumps({"cpu": {"capacity": "4MiB"}}))
+    refused = run("clear", "--config", file, "--yes")
+    assert (refused.code, refused.out) == (1, "")
+    assert f"{file} has no tiers, and names no node with `socket` or `connect`" in refused.err
+
+
+def test_the_disk_of_a_node_that_has_ended_is_cleared_without_it(run: Run, tmp_path: Path) -> None:
+    fill(tmp_path / "disk", [prompt_of(1, 3)])
+    file = tmp_path / "tiers.yaml"
+    file.write_text(json.dumps(settings(tmp_path / "disk", socket=str(tmp_path / "none.sock"))))
+    cleared = run("clear", "--config", file, "--yes")
+    assert (cleared.code, cleared.lines) == (0, ["disk: 3 chunks deleted, 396KiB"])
+
+
+def test_a_node_that_does_not_answer_is_not_taken_for_cleared(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_core.cli.running.PATIENCE", 0.1)
+    monkeypatch.setenv("LMCACHE_CORE_CALL_TIMEOUT", "50ms")
+    fill(tmp_path / "disk", [prompt_of(1, 3)])
+    path = tmp_path / "mute.sock"
+    file = tmp_path / "tiers.yaml"
+    file.write_text(json.dumps(settings(tmp_path / "disk", socket=str(path))))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        refused = run("clear", "--config", file, "--yes")
+    assert (refused.code, refused.out) == (1, "")
+    assert f"the node at {path} does not answer within 100ms" in refused.err
+    assert len(list(inspect_path(tmp_path / "disk").entries())) == 3
+
+
+def test_a_disk_of_the_same_name_elsewhere_is_not_taken_for_the_nodes(
+    run: Run, process: AtWork, tmp_path: Path
+) -> None:
+    process.fill(prompt_of(1, 1))
+    other = tmp_path / "elsewhere" / "disk"
+    fill(other, [prompt_of(2, 1)])
+    file = tmp_path / "tiers.yaml"
+    file.write_text(json.dumps(settings(other, socket=str(process.socket))))
+    refused = run("clear", "--config", file, "--yes")
+    assert (refused.code, refused.out) == (1, "")
+    assert f"has a tier 'disk', but not at {other}; clear what the node has with: lmcache-core clear" in refused.err
+    assert [len(list(inspect_path(path).entries())) for path in (other, process.disk)] == [1, 1]
+
+
+def test_what_lies_on_a_tier_that_is_down_is_not_taken_for_cleared(run: Run, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    fill(disk, [prompt_of(1, 3)])
+    (disk / "node.lock").unlink()
+    (disk / "node.lock").mkdir()
+    path = tmp_path / "s"
+    file = tmp_path / "tiers.yaml"
+    file.write_text(json.dumps(config := settings(disk, socket=str(path))))
+    with Cache.open(config, make_namespace("model-a")):
+        cleared = run("clear", "--config", file, "--yes")
+    assert (cleared.code, cleared.lines) == (1, ["cpu: 0 chunks deleted, 0B"])
+    assert cleared.err.startswith("disk: not cleared: the node could not use it, so what lies there stays")
+
+
 def test_a_clear_asks_first(run: Run, process: AtWork, monkeypatch: pytest.MonkeyPatch) -> None:
     process.fill(prompt_of(1, 1))
     assert run("clear", "--socket", process.socket).code == 2, "nobody can be asked"
