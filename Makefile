@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo test test-vllm test-py lint format docs bench bench-vllm faults clean
+.PHONY: help setup demo test test-vllm test-py lint format docs bench bench-vllm soak faults clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -55,6 +55,9 @@ bench: setup  ## measure; results go to bench.json
 
 bench-vllm: .venv-vllm/.stamp  ## measure time to first token in a real vLLM; results go to bench-vllm.json
 	.venv-vllm/bin/python -m benchmarks.vllm --out bench-vllm.json
+
+soak: .venv-vllm/.stamp  ## ten minutes of conversations and aborts on a real vLLM: nothing grows, what must hit hits
+	.venv-vllm/bin/python -m benchmarks.vllm.soak
 
 faults: setup  ## run the fault injection suite
 	$(BIN)/python -m benchmarks.faults
