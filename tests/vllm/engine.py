@@ -20,7 +20,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from tests.vllm.models import VOCABULARY
 
-__all__ = ["MODULE", "Answer", "Engine", "Inside", "prompt", "transfer_config"]
+__all__ = ["MODULE", "Answer", "Engine", "Failed", "Inside", "Stuck", "prompt", "transfer_config"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,6 +28,7 @@ T = TypeVar("T")
 MODULE = "lmcache_core.connectors.vllm"
 ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
