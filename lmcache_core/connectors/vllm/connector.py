@@ -214,7 +214,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         assert scheduler is not None
         meta = connector_output.kv_connector_worker_meta
         report = meta.report if isinstance(meta, WorkerMetadata) else Report()
-        scheduler.stepped(loaded=bool(report.timings))
+        scheduler.ended()
         if report:
             try:
                 scheduler.report(report)
@@ -353,9 +353,16 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return  # all layers together, when the forward pass has ended
 
     @_guarded(None)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        # What is stored is copied before a step ends, so blocks may go to others. It is the first call of a step.
+        if self._worker is not None:
+            self._worker.begin()
+
+    @_guarded(None)
     def wait_for_save(self) -> None:
         step = self._bound()
-        if self._worker is not None and step.saves:
+        if self._worker is not None:
+            self._worker.computed(step)
             self._worker.save(step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -61,6 +61,10 @@ class Step:
     saves: list[Save] = field(default_factory=list)
     known: bool = True
     """The scheduler's side has the workers' facts."""
+    prefill_tokens: int = 0
+    """Of prompts, that the step computes."""
+    context_tokens: int = 0
+    """Tokens in front of them, on average."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,12 @@ class Report:
     unsaved: set[int] = field(default_factory=set)
     """Stores of pages that turned out to be worthless."""
     timings: list[Timing] = field(default_factory=list)
+    computed: list[tuple[int, int, float]] = field(default_factory=list)
+    """Steps of prefill on the first rank: tokens, tokens in front of them, seconds."""
 
     def __bool__(self) -> bool:
-        return bool(self.facts or self.refused or self.loaded or self.failed or self.saved or self.unsaved)
+        told = (self.facts, self.refused, self.loaded, self.failed, self.saved, self.unsaved, self.computed)
+        return any(told)
 
     def __add__(self, other: Report) -> Report:
         refused = self.refused or other.refused
@@ -113,4 +120,5 @@ class Report:
             self.saved + other.saved,
             self.unsaved | other.unsaved,
             self.timings + other.timings,
+            self.computed + other.computed,
         )

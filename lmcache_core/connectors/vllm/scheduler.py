@@ -9,7 +9,7 @@ into room that was reserved here before. All of it is called on the scheduler's 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -36,17 +36,6 @@ FIRST_COPY = 2e9
 POOL = "cpu"
 PATIENCE = 0.3
 """Part of the time that computing would take, for which a tier of unknown speed may be waited for."""
-
-
-@dataclass
-class _Stepped:
-    """A step that the engine has begun."""
-
-    began: float
-    tokens: int
-    """Of prefill."""
-    context: int
-    """Tokens in front of them, on average."""
 
 
 @dataclass(eq=False)
@@ -112,8 +101,8 @@ class SchedulerSide:
         self._savings: dict[int, _Saving] = {}
         self._loaded: Counter[str] = Counter()
         self.rates = Rates()
-        self._steps: deque[_Stepped] = deque(maxlen=8)
-        self._step_ended = 0.0
+        self._in_flight = 0
+        """Steps with something to compute that have been planned and have not ended."""
         self._warming: Future[int] | None = None
         """Chunks that are being brought to host memory for nobody who waits."""
         self._warming_bytes = 0
@@ -211,8 +200,10 @@ class SchedulerSide:
     def step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[Sequence[int]] | None]) -> Step:
         """What the workers shall do in a step that computes so many tokens of these requests."""
         step = Step(self.page_tokens, known=self._facts is not None)
-        self._may_wait = self._may_wait and not self._steps  # whatever was said: this engine plans ahead
-        self._steps.append(self._stepped(scheduled))
+        if scheduled:
+            self._may_wait = self._may_wait and not self._in_flight  # whatever was said: this engine plans ahead
+            self._in_flight += 1
+            step.prefill_tokens, step.context_tokens = self._prefill(scheduled)
         if self._model is not None and not self._off:
             for request_id, tokens in scheduled.items():
                 tracked = self._requests.get(request_id)
@@ -237,6 +228,8 @@ class SchedulerSide:
             self._model = self.client.register(self._namespace)
         for timing in report.timings:
             self._learn(timing)
+        for tokens, context, seconds in report.computed:
+            self.rates.computed(tokens, context, seconds)
         for number, ranks in report.saved.items():
             saving = self._savings.get(number)
             if saving is not None:
@@ -434,25 +427,20 @@ class SchedulerSide:
         tracked = self._requests.get(timing.request)
         return tracked.tier if tracked is not None else ""
 
-    def _stepped(self, scheduled: Mapping[str, int]) -> _Stepped:
-        """What a step that begins now computes of prompts."""
+    def _prefill(self, scheduled: Mapping[str, int]) -> tuple[int, int]:
+        """Tokens of prompts that a step computes, and how many are in front of them on average."""
         tokens = context = 0
         for request_id, count in scheduled.items():
             tracked = self._requests.get(request_id)
-            if tracked is not None and count > 1:
+            if count > 1 and tracked is not None:
                 tokens += count
                 context += count * tracked.request.num_computed_tokens
-        return _Stepped(self._clock(), tokens, context // tokens if tokens else 0)
+        return tokens, context // tokens if tokens else 0
 
-    def stepped(self, *, loaded: bool) -> None:
-        """The oldest step that was begun has ended; `loaded` if it took time for loads too."""
-        now = self._clock()
+    def ended(self) -> None:
+        """A step has ended, whose workers may have something to tell."""
+        self._in_flight = max(0, self._in_flight - 1)
         self._warmed()
-        if self._steps:
-            step = self._steps.popleft()
-            if not loaded and not any(each.loading for each in self._requests.values()):
-                self.rates.computed(step.tokens, step.context, now - max(step.began, self._step_ended))
-        self._step_ended = now
 
     def _pause(self) -> None:
         """The engine computes nothing in this step: give those whom requests wait for a moment to run."""

@@ -91,6 +91,10 @@ class WorkerSide:
         self._ended: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._began = 0.0
+        """When the step began; 0 for never."""
+        self._ours = 0.0
+        """Seconds of the step that went to loads."""
         self._spoilt = False
         """A load of this step has failed, and so its forward pass computes nonsense."""
 
@@ -122,8 +126,27 @@ class WorkerSide:
 
     # The steps of the engine
 
+    def begin(self) -> None:
+        """The engine begins a step."""
+        self._began, self._ours = self._clock(), 0.0
+
     def start(self, step: Step, *, busy: bool) -> None:
         """Begin the loads of a step: those that it needs are there when this returns, or have failed."""
+        started = self._clock()
+        try:
+            self._start(step, busy=busy)
+        finally:
+            self._ours += self._clock() - started
+
+    def computed(self, step: Step) -> None:
+        """The forward pass of a step has ended."""
+        client = self._find_client()
+        if self._began and step.prefill_tokens and client is not None and not client.shard and self._writes:
+            seconds = self._clock() - self._began - self._ours
+            self._report.computed.append((step.prefill_tokens, step.context_tokens, seconds))
+        self._began = 0.0
+
+    def _start(self, step: Step, *, busy: bool) -> None:
         self._told = step.known
         if step.page_tokens not in (0, self._page_tokens) and self._groups:
             self._registered = [self._register(group, step.page_tokens) for group in self._groups]
