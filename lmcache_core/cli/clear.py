@@ -142,8 +142,8 @@ def _refuse_if_elsewhere(node: RemoteClient, targets: Sequence[_Target], seen: d
         locked = any(shard.locked for each in seen[target.name] for shard in each.shards)
         if target.paths and not target.read_only and target.name in up and not locked:
             raise LMCacheError(
-                f"the node at {node.path} has a tier {target.name!r}, but not at {target.paths[0]}; clear what the node "
-                f"has with: lmcache-core clear --socket {node.path}; and the path with: lmcache-core clear "
+                f"the node at {node.path} has a tier {target.name!r}, but not at {target.paths[0]}; clear what the "
+                f"node has with: lmcache-core clear --socket {node.path}; and the path with: lmcache-core clear "
                 f"{target.paths[0]}"
             )
 

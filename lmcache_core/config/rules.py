@@ -22,6 +22,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LEAST_CALL_TIMEOUT = 0.001
 LONGEST_SOCKET = 107
 """Bytes of the path of a Unix socket on Linux."""
+CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""What a terminal or a log would obey, or a path cannot have."""
 
 
 def check(config: Config) -> None:
@@ -82,6 +84,8 @@ def _problems(config: Config) -> Iterator[tuple[Key, str]]:
     if config.connect and config.tiers:
         yield ("connect",), "the tiers are those of the node that is used; delete `tiers` here, and write them there"
     for name in ("socket", "connect"):
+        if CONTROLS.search(getattr(config, name)):
+            yield (name,), f"{getattr(config, name)!r} has control characters; write a path without them"
         if len(os.fsencode(os.path.abspath(os.path.expanduser(getattr(config, name))))) > LONGEST_SOCKET:
             yield (name,), f"a socket's path has at most {LONGEST_SOCKET} bytes; write a shorter one"
     if config.share_timeout <= 0:

@@ -9,6 +9,7 @@ import socket
 import stat
 from pathlib import Path
 
+from lmcache_core.config.rules import CONTROLS
 from lmcache_core.errors import ConfigError
 
 AUTO = "auto"
@@ -23,8 +24,10 @@ def socket_path(setting: str) -> str:
     Raises:
         ConfigError: It is too long for a socket, or no path.
     """
+    if CONTROLS.search(setting):
+        raise ConfigError(f"the socket {setting!r} has control characters in its path; write it without them")
     path = str(_runtime_directory() / "node.sock") if setting == AUTO else os.path.abspath(os.path.expanduser(setting))
-    if "\0" in path or len(os.fsencode(path)) > LONGEST:
+    if len(os.fsencode(path)) > LONGEST:
         raise ConfigError(
             f"the socket {path!r} cannot be had: a path of at most {LONGEST} bytes is needed; choose a shorter one"
         )
@@ -53,6 +56,11 @@ class Listener:
             self.socket = self._listen()
         except OSError as error:
             self._unlock()
+            if isinstance(error, FileNotFoundError):
+                raise ConfigError(
+                    f"the socket {path} cannot be made, since {os.path.dirname(os.path.dirname(path))} is not there; "
+                    "make that directory, or choose another path"
+                ) from error
             raise ConfigError(f"the socket {path} cannot be made: {error.strerror}; choose another one") from error
         except BaseException:  # whatever it is, the next one must be able to try
             self._unlock()
@@ -73,26 +81,39 @@ class Listener:
             ConfigError: Another node has the path now.
             OSError: It cannot be made.
         """
-        if not os.path.exists(f"{self.path}.lock"):
+        if not self._locked:
             self._unlock()
             self._take()
         before, self.socket = self.socket, self._listen()
         before.close()
 
+    @property
+    def _locked(self) -> bool:
+        """Whether the file at the lock's path is the one that is locked here."""
+        try:
+            return self._lock >= 0 and os.path.samestat(os.fstat(self._lock), os.lstat(f"{self.path}.lock"))
+        except OSError:
+            return False
+
     def _take(self) -> None:
         """Lock the path."""
         directory = os.path.dirname(self.path)
-        os.makedirs(directory, mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory, mode=0o700)  # one, so that a path that is mistyped makes no tree
         _check_ours(directory)
-        self._lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(self._lock, 20, 0).decode("ascii", "replace").strip()
-            raise ConfigError(
-                f"a node{f' (process {owner})' if owner else ''} is served at {self.path} already; stop it, use it "
-                f"('connect: {self.path}'), or choose another socket"
-            ) from None
+        while not self._locked:  # whoever had the lock has removed its file just now
+            self._unlock()
+            self._lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.pread(self._lock, 20, 0).decode("ascii", "replace").strip()
+                os.close(self._lock)
+                self._lock = -1
+                raise ConfigError(
+                    f"a node{f' (process {owner})' if owner else ''} is served at {self.path} already; stop it, use it "
+                    f"('connect: {self.path}'), or choose another socket"
+                ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
@@ -119,7 +140,13 @@ class Listener:
             return
         if not stat.S_ISSOCK(found.st_mode):
             raise ConfigError(f"{self.path} is there and is no socket; choose another path")
-        os.unlink(self.path)  # of a node that is dead: it would hold the lock
+        if _is_alive(self.path):
+            raise ConfigError(
+                f"a process listens at {self.path} already: another program, or a node whose lock somebody has "
+                "removed; choose another path, or end that process"
+            )
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)  # of a node that is dead
 
     def close(self) -> None:
         """Listen no more, and leave nothing at the path that is ours."""
@@ -138,10 +165,26 @@ class Listener:
 
     def _unlock(self) -> None:
         if self._lock >= 0:
+            if self._locked:
+                with contextlib.suppress(OSError):
+                    os.unlink(f"{self.path}.lock")  # while it is held: who takes it looks whether it is still there
             with contextlib.suppress(OSError):
                 fcntl.flock(self._lock, fcntl.LOCK_UN)  # also if a child of ours has a copy
             os.close(self._lock)
             self._lock = -1
+
+
+def _is_alive(path: str) -> bool:
+    """Whether a process has the socket at `path`."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # it takes nobody now, or is of another kind or user: somebody's in any case
+            return True
+    return True
 
 
 def _check_ours(directory: str) -> None:

@@ -117,6 +117,10 @@ MISTAKES = {
     "a socket whose path is too long": Mistake(
         f"socket: /{'a' * 200}\n", ("tiers.yaml:1: ", "socket: a socket's path has at most 107 bytes")
     ),
+    "a socket whose path a terminal would obey": Mistake(
+        'connect: "/run/a\\e[31m.sock"\n',
+        ("tiers.yaml:1: ", r"connect: '/run/a\x1b[31m.sock' has control characters", "without them"),
+    ),
     "a lease of no time": Mistake(
         "lease_timeout: 0s\n", ("tiers.yaml:1: ", "lease_timeout: must be longer than 0", "for example 30s")
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -221,12 +222,81 @@ def test_two_nodes_at_one_path_and_what_lies_there(tmp_path: Path) -> None:
     with serving(tmp_path) as (node, _):
         assert node.stop() == 0
         assert not path.exists()
+        assert not Path(f"{path}.lock").exists()
     path.write_text("a file")
     with pytest.raises(ConfigError, match="is no socket"):
         Listener(str(path))
     assert path.read_text() == "a file"
     with pytest.raises(ConfigError, match="at most 107 bytes"):
         socket_path("/" + 200 * "a")
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET, socket.SOCK_DGRAM])
+def test_the_socket_of_another_program_stays(tmp_path: Path, kind: int) -> None:
+    path = tmp_path / "theirs.sock"
+    with socket.socket(socket.AF_UNIX, kind) as theirs:
+        theirs.bind(str(path))
+        if kind != socket.SOCK_DGRAM:
+            theirs.listen(1)
+        inode = path.stat().st_ino
+        with pytest.raises(ConfigError, match=f"a process listens at {path} already.*; choose another path"):
+            Listener(str(path))
+        assert path.stat().st_ino == inode
+        assert not Path(f"{path}.lock").exists()
+    Listener(str(path)).close()  # it has ended
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_node_whose_lock_somebody_removes_keeps_its_socket(tmp_path: Path) -> None:
+    cache = open_served(tmp_path)
+    path = Path(cache.client.path)  # type: ignore[attr-defined]
+    Path(f"{path}.lock").unlink()
+    with pytest.raises(ConfigError, match="or a node whose lock somebody has removed"):
+        Listener(str(path))
+    assert store(cache, "abcd")
+    other = remote(path)
+    assert retrieve(other, "abcd") == 4
+    other.close()
+    cache.close()
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "node.sock"
+    first = Listener(str(path))
+    flock = fcntl.flock
+    seen = []
+
+    def late(fd: int, how: int) -> None:
+        """The owner ends between somebody's open and lock."""
+        if how & fcntl.LOCK_EX:
+            seen.append(fd)
+            if len(seen) == 1:
+                first.close()
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    second = Listener(str(path))
+    assert len(seen) == 2
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ConfigError, match=f"process {os.getpid()}"):
+        Listener(str(path))
+    second.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_socket_makes_one_directory_and_no_tree(tmp_path: Path) -> None:
+    Listener(str(tmp_path / "own" / "node.sock")).close()
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
+    missing = tmp_path / "mistyped"
+    with pytest.raises(ConfigError, match=f"since {missing} is not there; make that directory"):
+        Listener(str(missing / "deep" / "node.sock"))
+    assert not missing.exists()
+
+
+@pytest.mark.parametrize("text", ["/run/a\nb", "/run/a\x1b[2J", "/run/a\0b", "/run/\x85"])
+def test_a_socket_has_no_control_characters(text: str) -> None:
+    with pytest.raises(ConfigError, match="has control characters in its path"):
+        socket_path(text)
 
 
 @pytest.mark.needs_root
