@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -26,19 +27,20 @@ class RateLog:
         self._interval = interval
         self._writer = writer
         self._clock = clock
-        self._next: dict[str, float] = {}
+        self._last: dict[str, float] = {}
         self._left_out: dict[str, int] = {}
 
     def warning(self, kind: str, message: str, *args: object) -> bool:
         """Log, unless a line of that kind was logged in this interval. Returns whether it was."""
         now = self._clock()
-        if now < self._next.get(kind, now):
+        last = self._last.get(kind)
+        if last is not None and now < last + self._interval:
             self._left_out[kind] = self._left_out.get(kind, 0) + 1
             return False
-        self._next[kind] = now + self._interval
+        self._last[kind] = now
         left_out = self._left_out.pop(kind, 0)
-        if left_out:
-            message += f" ({left_out} more of this kind in the last {self._interval:g} s)"
+        if left_out and last is not None:
+            message += f" ({left_out} more of this kind in the last {math.ceil(now - last)} s)"
         self._write(logging.WARNING, message, args)
         return True
 

@@ -26,7 +26,24 @@ T = TypeVar("T")
 
 
 class LinkDown(LMCacheError):
-    """The node has gone, does not answer in time, or says nonsense. The link is closed by it."""
+    """The node has gone, does not answer in time, or says nonsense. The link is closed by it.
+
+    Args:
+        why: What has happened.
+        kind: In one word, for whoever counts.
+    """
+
+    def __init__(self, why: str, kind: str = "down") -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+ABSENT = "absent"
+"""Kind of a `LinkDown`: no process listens."""
+
+
+class _Refused(LMCacheError):
+    """The node is there and will not have this client."""
 
 
 class Link:
@@ -77,9 +94,9 @@ class Link:
             self._packets.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
             with open(fds[0], "rb", closefd=True) as pool:
                 self._map = mmap.mmap(pool.fileno(), self.welcome.pool_bytes)
-        except (OSError, wire.WireError, ValueError) as error:
+        except (OSError, wire.WireError, ValueError, _Refused) as error:
             self._close_sockets()
-            raise LinkDown(f"no node at {path}: {str(error) or type(error).__name__}") from error
+            raise _no_link(path, error) from error
         except BaseException:  # whatever it is, no socket stays behind
             self._close_sockets()
             raise
@@ -106,7 +123,7 @@ class Link:
                 data += more
             answer = wire.decode_answer(data[wire.LENGTH.size :])
             if isinstance(answer, wire.Failed):
-                raise wire.WireError(answer.text)
+                raise _Refused(answer.text)
             if not isinstance(answer, wire.Welcome) or len(fds) != 2:
                 raise wire.WireError("the node does not say what it has")
             if answer.version != wire.VERSION:
@@ -192,7 +209,7 @@ class Link:
         except LinkDown:
             raise
         except BaseException:  # an interrupt: half a message may be on its way, or an answer that nobody reads
-            self.fail("a call was interrupted")
+            self.fail("a call was interrupted", "the connection to the node was cut, since")
             raise
         finally:
             self._lock.release()
@@ -235,12 +252,12 @@ class Link:
         except (OSError, LMCacheError) as error:
             self.fail(str(error))
 
-    def fail(self, why: str) -> LinkDown:
+    def fail(self, why: str, what: str = "the node is gone:") -> LinkDown:
         """Close the link; idempotent. Returns an exception that says why."""
         with self._waiting:
             if not self.down:
                 self.down = True
-                self.why = f"the node is gone: {why}"
+                self.why = f"{what} {why}"
             tickets, self._tickets = self._tickets, {}
             self._early.clear()
         for end in (self._stream, self._packets):
@@ -266,6 +283,17 @@ class Link:
         self._stream.close()
         if self._packets is not None:
             self._packets.close()
+
+
+def _no_link(path: str, error: Exception) -> LinkDown:
+    reason = str(error) or type(error).__name__
+    if isinstance(error, FileNotFoundError | ConnectionRefusedError | NotADirectoryError):
+        return LinkDown(f"no node at {path}: {reason}", ABSENT)
+    if isinstance(error, _Refused):
+        return LinkDown(f"the node at {path} sends this client away: {reason}", "refused")
+    if isinstance(error, TimeoutError):
+        return LinkDown(f"the node at {path} does not answer: {reason}", "mute")
+    return LinkDown(f"the node at {path} cannot be used: {reason}", "unusable")
 
 
 def _raised(failed: wire.Failed) -> LMCacheError:

@@ -42,7 +42,7 @@ from lmcache_core.errors import BackendError, ClosedError, LayoutError, UsageErr
 from lmcache_core.namespace import Namespace
 from lmcache_core.ratelog import RateLog
 from lmcache_core.service import wire
-from lmcache_core.service.link import Link, LinkDown
+from lmcache_core.service.link import ABSENT, Link, LinkDown
 from lmcache_core.service.session import LONGEST_WAIT
 
 T = TypeVar("T")
@@ -118,6 +118,8 @@ class RemoteClient:
         self._link: Link | None = None
         self.why = ""
         """Why the node is not there, when it is not."""
+        self._absent = False
+        """No process listens there, as far as is known."""
         self._closed = threading.Event()
         self._why_closed = "this client has been closed"
         self._came = threading.Condition()
@@ -132,8 +134,8 @@ class RemoteClient:
         try:
             link = Link(self.path, self._name, self._deadline, self.shard, self.tenant, operator=self._operator)
         except LinkDown as error:
-            self.why = str(error)
-            self._log.warning("connect", "%s; what it would give is computed until it is there", error)
+            self.why, self._absent = str(error), error.kind == ABSENT
+            self._log.warning(f"connect: {error.kind}", "%s; what it would give is computed until it is there", error)
             return None
         self.chunk_tokens = link.welcome.chunk_tokens
         self.page_tokens = link.welcome.page_tokens
@@ -157,7 +159,7 @@ class RemoteClient:
                 continue
             pause = FIRST_PAUSE
             link.listen()
-            self.why = link.why
+            self.why, self._absent = link.why, False
             if not self._closed.is_set():
                 self._log.warning("down", "%s; what it would give is computed until it is back", link.why)
             with self._came:
@@ -186,7 +188,7 @@ class RemoteClient:
             raise ClosedError(self._why_closed)
         link = self._link
         if link is None or link.down:
-            raise LinkDown(f"the node at {self.path} is not there")
+            raise LinkDown((link and link.why) or self.why or f"the node at {self.path} is not there")
         return link
 
     def _number(self, link: Link, model: Model) -> int:
@@ -220,7 +222,8 @@ class RemoteClient:
         try:
             return call(self._up())
         except LinkDown as error:
-            raise BackendError(f"{error}; start it with: lmcache-core serve --socket {self.path}") from error
+            advice = f"; start it with: lmcache-core serve --socket {self.path}" if self._absent else ""
+            raise BackendError(f"{error}{advice}") from error
 
     # As in `Client`
 

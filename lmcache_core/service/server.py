@@ -121,15 +121,17 @@ class NodeServer:
             log.warning("a client could not be let in: %s", error)
             stream.close()
             return
-        refusal = None
+        refusal, kind = None, ""
         with self._lock:
             if session.uid not in (os.geteuid(), 0):
+                kind = "users"
                 refusal = (
                     f"user {session.uid} is not the node's, {os.geteuid()}; use a node of your own, or be that user"
                 )
             elif self._closed:
-                refusal = "the node is being closed"
+                refusal, kind = "the node is being closed", "closed"
             elif sum(not each.admitted for each in self._sessions) >= MOST_STRANGERS:
+                kind = "strangers"
                 refusal = f"{MOST_STRANGERS} connections have not said yet whose they are; try again"
             else:
                 thread = threading.Thread(
@@ -139,9 +141,9 @@ class NodeServer:
                     thread.start()
                     self._sessions[session] = thread
                 except RuntimeError as error:  # the system gives no more threads
-                    refusal = str(error)
+                    refusal, kind = str(error), "threads"
         if refusal is not None:
-            self._faults.warning("sent away", "process %d is sent away: %s", session.pid, refusal)
+            self._faults.warning(f"sent away: {kind}", "process %d is sent away: %s", session.pid, refusal)
             with contextlib.suppress(OSError):
                 stream.sendall(wire.encode(wire.Failed("PermissionError", refusal)))
             session.end()
@@ -151,17 +153,18 @@ class NodeServer:
         with self._lock:
             admitted = [each for each in self._sessions if each.admitted]
             engines = sum(not each.operator for each in admitted)
-            refusal = None
+            refusal, kind = None, "engines"
             if not session.operator and engines >= MOST_CLIENTS:
                 refusal = f"the node has its {MOST_CLIENTS} clients; close some that are not needed"
             elif len(admitted) >= MOST_CLIENTS + OPERATORS:
+                kind = "operators"
                 refusal = (
                     f"the node has its {MOST_CLIENTS} clients and {OPERATORS} commands of operators; end some that are "
                     "not needed, such as `lmcache-core status --watch`"
                 )
             session.admitted = refusal is None
         if refusal is not None:
-            self._faults.warning("sent away", "process %d is sent away: %s", session.pid, refusal)
+            self._faults.warning(f"sent away: {kind}", "process %d is sent away: %s", session.pid, refusal)
         return refusal
 
     def _run(self, session: Session) -> None:

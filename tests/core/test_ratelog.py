@@ -17,10 +17,17 @@ def test_one_line_an_interval_and_kind(caplog: pytest.LogCaptureFixture) -> None
     assert lines.warning("write", "cannot write")
     now = 10.0
     assert lines.warning("read", "cannot read %s", "d")
+    assert not lines.warning("read", "cannot read %s", "e")
+    now = 3609.5
+    assert lines.warning("read", "cannot read %s", "f"), "the one left out may be an hour old"
+    now = 3620.0
+    assert lines.warning("read", "cannot read %s", "g")
     assert [record.getMessage() for record in caplog.records] == [
         "cannot read a",
         "cannot write",
         "cannot read d (2 more of this kind in the last 10 s)",
+        "cannot read f (1 more of this kind in the last 3600 s)",
+        "cannot read g",
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +13,9 @@ from lmcache_core import Cache, pins
 from lmcache_core.cli import main
 from lmcache_core.client import KeptStats
 from lmcache_core.config import Config
-from lmcache_core.errors import UsageError
+from lmcache_core.errors import BackendError, UsageError
 from lmcache_core.namespace import Namespace
-from lmcache_core.service import server
+from lmcache_core.service import link, server, wire
 from lmcache_core.service.remote import RemoteClient
 from tests.node.kv import (
     CHUNK_FRAME,
@@ -218,19 +219,26 @@ def client_of(cache: Cache, *, operator: bool) -> RemoteClient:
 
 
 def test_operators_come_through_when_engines_have_taken_all_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server, "MOST_CLIENTS", 2)
     monkeypatch.setattr(server, "OPERATORS", 1)
     cache = open_served(tmp_path)  # an engine
     second, third = client_of(cache, operator=False), client_of(cache, operator=False)
-    assert "the node has its 2 clients; close some that are not needed" in third.why
+    refusal = f"the node at {second.path} sends this client away: the node has its 2 clients; close some that are"
+    assert third.why == f"{refusal} not needed"
+    with pytest.raises(BackendError) as refused:
+        third.stats()
+    assert str(refused.value) == third.why, "it is there, and need not be started"
     assert main(["freeze", "--socket", second.path]) == 0, "commands say that they are operators'"
     until(lambda: len(second.clients()) == 2)
     assert second.stats().frozen
     operator, another = client_of(cache, operator=True), client_of(cache, operator=True)
     assert [each.name for each in operator.clients()][1:] == ["engine", "operator"]
     assert "2 clients and 1 commands of operators; end some that are not needed" in another.why
+    logged = [record.getMessage() for record in caplog.records if record.name == server.__name__]
+    for reason in ("has its 2 clients; close", "has its 2 clients and 1 commands"):
+        assert [line for line in logged if reason in line], "each reason is a kind of its own"
     another.close()
     second.close()
     assert third.wait_until_up(20), "it has the place of one that has left"
@@ -280,4 +288,43 @@ def test_a_client_knows_why_its_node_is_not_there(tmp_path: Path) -> None:
     client: RemoteClient = cache.client  # type: ignore[assignment]
     assert client.why == f"no node at {tmp_path / 'nowhere'}: [Errno 2] No such file or directory"
     assert client.node_pid == 0
+    with pytest.raises(BackendError) as refused:
+        client.stats()
+    start = f"start it with: lmcache-core serve --socket {tmp_path / 'nowhere'}"
+    assert str(refused.value) == f"{client.why}; {start}"
+    cache.close()
+
+
+def test_a_refusal_of_another_version_is_what_its_client_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = open_served(tmp_path)
+    served: Served = cache.client  # type: ignore[assignment]
+    monkeypatch.setattr(link, "wire", SimpleNamespace(**vars(wire) | {"VERSION": wire.VERSION + 1}))
+    other = RemoteClient(served.path, Config(call_timeout=10.0))
+    with pytest.raises(BackendError) as refused:
+        other.stats()
+    assert str(refused.value) == (
+        f"the node at {served.path} sends this client away: this node speaks version {wire.VERSION}, the client "
+        f"{wire.VERSION + 1}; install one version of lmcache-core for both"
+    )
+    other.close()
+    cache.close()
+
+
+def test_an_interrupted_call_does_not_say_that_the_node_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = open_served(tmp_path)
+    served: Served = cache.client  # type: ignore[assignment]
+    made = link.Link(served.path, "a test", 10.0)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(made._reader, "receive", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        made.call(wire.Ping(), wire.Number)
+    assert made.why == "the connection to the node was cut, since a call was interrupted"
+    made.close()
     cache.close()
