@@ -55,6 +55,7 @@ bench: setup  ## measure; results go to bench.json
 
 bench-vllm: .venv-vllm/.stamp  ## measure time to first token in a real vLLM; results go to bench-vllm.json
 	.venv-vllm/bin/python -m benchmarks.vllm --out bench-vllm.json
+	.venv-vllm/bin/python -m benchmarks.vllm.slow
 
 soak: .venv-vllm/.stamp  ## ten minutes of conversations and aborts on a real vLLM: nothing grows, what must hit hits
 	.venv-vllm/bin/python -m benchmarks.vllm.soak
