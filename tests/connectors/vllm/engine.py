@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -195,6 +195,8 @@ class Engine:
         self.replicas = replicas
         self.evicts = evicts
         self.local_cache = True
+        self.measured = False
+        """Whether workers are told when a step begins, and so learn how long it takes."""
         self.weights = 0
         self.pool = BlockPool(blocks)
         self.requests: dict[str, Request] = {}
@@ -206,6 +208,8 @@ class Engine:
         self.invalid: list[set[int]] = []
         """Blocks that were reported as not loaded."""
         self.steps: list[Step] = []
+        self.between: list[Callable[[], object]] = []
+        """What happens once between the plan of the next step and its execution."""
         self.prompts: list[tuple[int, str, list[int]]] = []
         """All that was ever computed: weights, salt, tokens."""
         self._received: dict[str, set[int]] = {}
@@ -300,6 +304,8 @@ class Engine:
         plan = self.schedule()
         step = pickle.loads(pickle.dumps(self.scheduler.step(plan.tokens, self._blocks_of)))
         self.steps.append(step)
+        while self.between:
+            self.between.pop()()
         first = {each: self.requests[each].num_computed_tokens for each in plan.tokens}
         for request_id, tokens in plan.tokens.items():
             self.requests[request_id].num_computed_tokens += tokens
@@ -309,14 +315,16 @@ class Engine:
         failed: set[str] = set()
         ended: set[str] = set()
         for rank, worker in enumerate(self.workers):
+            if self.measured:
+                worker.begin()
             if plan.sync:
                 self._start(rank, step, plan)
             wrong |= self._forward(rank, plan, first)
             if not plan.sync:
                 self._start(rank, step, plan)
             before = [memory.copy() for memory in self.memory[rank]]
-            if step.saves:
-                worker.save(step)
+            worker.computed(step)
+            worker.save(step)
             self._unchanged(rank, before, [set() for _ in self.groups], "a save")
             mine, lost = worker.ended()
             for request_id in mine:
@@ -626,8 +634,8 @@ class Engine:
                 request.all_token_ids.append(self.hashes(request)[-1] % VOCABULARY)
                 if len(request.output) == request.max_tokens:
                     self._finish(request)
-        if report or plan.tokens or bad or ended:  # vLLM leaves out an output in which there is nothing
-            self.scheduler.stepped(loaded=bool(report.timings))
+        if plan.tokens or report or bad or ended:  # vLLM drops the output of a step in which nothing happened
+            self.scheduler.ended()
         if report:
             self.scheduler.report(report)
         for request_id in ended:
