@@ -35,7 +35,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
-PATIENCE = 30.0
+PATIENCE = 10.0
 """Seconds after which an engine that answers within one is given up."""
 LOGPROB = 1e-4
 """By which the logarithms of two probabilities may differ in float32, because batches are added up in another order."""
