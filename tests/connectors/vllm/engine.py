@@ -235,13 +235,13 @@ class Engine:
     # What users do
 
     def add(
-        self, request_id: str, prompt: Sequence[int], max_tokens: int = 1, *, salt: str = "", **may: bool
+        self, request_id: str, prompt: Sequence[int], max_tokens: int = 1, *, salt: str = "", **how: Any
     ) -> Request:
         """A request has come."""
         request = Request(request_id, list(prompt), max_tokens, salt)
         self.requests[request_id] = request
         self.waiting.append(request)
-        self.scheduler.begin(request, Marks(salt=("", salt)), **may)
+        self.scheduler.begin(request, Marks(salt=("", salt)), **how)
         return request
 
     def abort(self, request_id: str) -> None:
@@ -290,10 +290,10 @@ class Engine:
         raise AssertionError(f"requests do not end: {self.requests}")
 
     def generate(
-        self, request_id: str, prompt: Sequence[int], max_tokens: int = 1, *, salt: str = "", **may: bool
+        self, request_id: str, prompt: Sequence[int], max_tokens: int = 1, *, salt: str = "", **how: Any
     ) -> int:
         """Run one request to its end. Returns how many tokens were loaded for it."""
-        self.add(request_id, prompt, max_tokens, salt=salt, **may)
+        self.add(request_id, prompt, max_tokens, salt=salt, **how)
         self.run()
         return self.loaded[request_id]
 
