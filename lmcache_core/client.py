@@ -239,8 +239,11 @@ class Client(Protocol):
         it isn't counted and asks no tier."""
         ...
 
-    def hold(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> Held:
-        """Look up and keep what was found until it is consumed, released or the lease has run out."""
+    def hold(
+        self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None, *, counted: bool = False
+    ) -> Held:
+        """Look up and keep what was found until it is consumed, released or the lease has run out. If it is `counted`,
+        it counts as a lookup, unless this client has looked such a prompt up before and not held it since."""
         ...
 
     def grant(self, held: Held, start: int, ahead: int) -> list[Grant]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ from lmcache_core.client import (
 from lmcache_core.errors import ConfigError, UsageError
 from lmcache_core.guard import batches
 from lmcache_core.handles import Filling, Holding, arrival, reading, rooms_of
-from lmcache_core.index import POOL, Entry, Index, Space, tier_bit
+from lmcache_core.index import POOL, Entry, Index, Space, Watch, tier_bit
 from lmcache_core.index.decisions import Found
 from lmcache_core.index.index import EVERYWHERE
 from lmcache_core.index.residency import CPU
@@ -53,6 +54,30 @@ class DirectModel:
     spaces: Sequence[Space]
 
 
+class _Looked:
+    """Prompts that were looked up and not held since, by their first page: most engines hold what they have looked up,
+    or a part of it, and that is one request. The oldest are forgotten. Guarded by the mutex."""
+
+    MOST = 4096
+
+    def __init__(self) -> None:
+        self._times: OrderedDict[bytes, int] = OrderedDict()
+
+    def note(self, keys: Sequence[bytes]) -> None:
+        """It has been looked up."""
+        if keys:
+            self._times[keys[0]] = self._times.pop(keys[0], 0) + 1
+            if len(self._times) > self.MOST:
+                self._times.popitem(last=False)
+
+    def forget(self, keys: Sequence[bytes]) -> bool:
+        """It is held. Returns whether it had been looked up."""
+        times = self._times.pop(keys[0], 0) if keys else 0
+        if times > 1:
+            self._times[keys[0]] = times - 1
+        return times > 0
+
+
 class DirectClient:
     """See `Client`. Closing it closes the node if it `owns` it. By default its tenant is the node's, and its pins are
     its own."""
@@ -71,6 +96,7 @@ class DirectClient:
         self._bits = {CPU: POOL} | {tier.name: tier_bit(n) for n, tier in enumerate(node.config.tiers)}
         self._names = {bit: name for name, bit in self._bits.items()}
         self._pins = Pins() if pins is None else pins
+        self._looked = _Looked()
 
     @property
     def places(self) -> Sequence[str]:
@@ -121,14 +147,20 @@ class DirectClient:
                 return Boundary(found.pages, tiers)
             if found.pages < len(keys) and self.node.ask(spaces, keys, found.pages, mask) is not None:
                 return Boundary(found.pages, tiers, pending=True)  # counted when it is asked for the last time
-            counts = self.node.counts
-            counts.add("lookups", "lookup")
-            counts.add("lookup_tokens", "lookup", len(keys) * model.namespace.page_tokens)
-            for name, pages in tiers.items():
-                counts.add("hit_tokens", name, pages * model.namespace.page_tokens)
+            self._count_lookup("lookup", model, keys, tiers)
+            self._looked.note(keys)
         return Boundary(found.pages, tiers)
 
-    def hold(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> Held:
+    def _count_lookup(self, kind: str, model: Model, keys: Sequence[bytes], tiers: Mapping[str, int]) -> None:
+        counts = self.node.counts
+        counts.add("lookups", kind)
+        counts.add("lookup_tokens", kind, len(keys) * model.namespace.page_tokens)
+        for name, pages in tiers.items():
+            counts.add("hit_tokens", name, pages * model.namespace.page_tokens)
+
+    def hold(
+        self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None, *, counted: bool = False
+    ) -> Held:
         """See `Client`."""
         check_keys(keys)
         spaces, mask, shard = _spaces(model), self._mask(places), self._shard(model.namespace.shards)
@@ -137,6 +169,8 @@ class DirectClient:
             found = index.find(spaces, keys, mask)
             asked = self.node.ask(spaces, keys, found.pages, mask) if found.pages < len(keys) else None
             lease = index.lease(found)
+            if counted and asked is None and not self._looked.forget(keys):
+                self._count_lookup("retrieve", model, keys, self._by_tier(found, index.readable & mask))
         parts = [Part(piece.group, piece.first, piece.pages) for piece in found.pieces]
         return Held(found.pages, parts, asked, Holding(lease, shard, self._later_end))
 
@@ -394,6 +428,24 @@ class DirectClient:
         """Undo all that was pinned through this client. Returns how many chunks are pinned no longer."""
         with self._guard.turn, self._guard.mutex:
             return self._pins.clear(self._guard.use())
+
+    def watch(self, model: Model, group: int = 0) -> Watch:
+        """Hear of the chunks of a cache group from now on, and of those that are there."""
+        watch = Watch()
+        space = _spaces(model)[group]
+        with self._guard.turn, self._guard.mutex:
+            self._guard.use()
+            for entry in space.chunks.values():
+                for place in self._names:
+                    if entry.where & place:
+                        watch.changed(entry.pages, place, True)
+            space.watches.append(watch)
+        return watch
+
+    @property
+    def place_names(self) -> Mapping[int, str]:
+        """Names of the places that a `Watch` tells of."""
+        return self._names
 
     def evict(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> int:
         """See `Client`."""

@@ -96,8 +96,8 @@ BUILD_INFO = "Always 1; the label says which version this is."
 # Series start at 0 and not with the first event, which `rate` and `increase` would not see.
 _OF_THE_POOL = ("hit_tokens", "retrieved_tokens", "evicted_chunks", "superseded_chunks")
 _KNOWN = {
-    "lookups": ("lookup",),
-    "lookup_tokens": ("lookup",),
+    "lookups": ("lookup", "retrieve"),
+    "lookup_tokens": ("lookup", "retrieve"),
     "stored_tokens": ("store",),
     "present_tokens": ("store",),
     "copied_bytes": ("to_engine", "from_engine"),

@@ -133,13 +133,14 @@ def retrieve(
     undefined.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
-    for _ in range(TRIES):
-        held = client.hold(model, keys, places)
+    for number in range(TRIES):
+        counted = number == 0  # what comes after it is the same request
+        held = client.hold(model, keys, places, counted=counted)
         if held.asked is not None:
             client.release(held)
             left = _left(deadline)
             yield Wait(held.asked, MOST_ASKING if left is None else min(left, MOST_ASKING))
-            held = client.hold(model, keys, places)
+            held = client.hold(model, keys, places, counted=counted)
         try:
             loaded = yield from load(client, held, view, first_page, deadline)
         finally:

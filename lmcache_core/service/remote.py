@@ -250,11 +250,13 @@ class RemoteClient:
 
         return self._try(ask, Boundary(0, {}))
 
-    def hold(self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None) -> Held:
+    def hold(
+        self, model: Model, keys: Sequence[bytes], places: Sequence[str] | None = None, *, counted: bool = False
+    ) -> Held:
         """See `Client`."""
 
         def ask(link: Link) -> Held:
-            request = wire.Hold(self._number(link, model), _joined(keys), _names(places), AHEAD)
+            request = wire.Hold(self._number(link, model), _joined(keys), _names(places), AHEAD, counted)
             return _held(link, link.call(request, wire.Held))
 
         return self._try(ask, Held(0, []))

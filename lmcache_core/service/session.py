@@ -261,7 +261,8 @@ class Session:
 
     def _hold(self, request: wire.Hold) -> wire.Answer:
         number = self._number()
-        held = self._client.hold(self._model(request.model), wire.split_keys(request.keys), request.places)
+        keys = wire.split_keys(request.keys)
+        held = self._client.hold(self._model(request.model), keys, request.places, counted=request.counted)
         return self._told(number, held, request.ahead)
 
     def _told(self, number: int, held: Held, ahead: int) -> wire.Answer:

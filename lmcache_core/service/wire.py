@@ -20,7 +20,7 @@ import msgspec
 from lmcache_core.errors import LMCacheError, UsageError
 from lmcache_core.namespace import Namespace
 
-VERSION = 2
+VERSION = 3
 MOST_BYTES = 16 << 20
 """Length of the longest message: the keys of half a million pages."""
 KEY_BYTES = 32
@@ -79,6 +79,8 @@ class Hold(_Message, tag=3):
     places: tuple[str, ...] | None
     ahead: int
     """Parts to grant at once, as `Grant` does."""
+    counted: bool = False
+    """It may count as a request's lookup."""
 
 
 class Grant(_Message, tag=4):

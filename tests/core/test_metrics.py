@@ -80,6 +80,8 @@ class Accountant:
         self.pool: dict[tuple[int, int], None] = {}
         """Chunks in the pool by prompt and number, the next to be evicted first."""
         self.disk: set[tuple[int, int]] = set()
+        self.looked: Counter[int] = Counter()
+        """How often each prompt was looked up without being retrieved since."""
 
     def count(self, name: str, label: str, number: int) -> None:
         self.counts[f"{name}_total", label] += number
@@ -121,12 +123,22 @@ class Accountant:
         self.count("lookup_tokens", "lookup", chunks * CHUNK_TOKENS)
         for tier, each in hits.items():
             self.count("hit_tokens", tier, each * CHUNK_TOKENS)
+        self.looked[number] += 1
 
     def retrieve(self, number: int, chunks: int, expected: int | None = None) -> None:
         """`expected` are the chunks that come back; all by default."""
         expected = chunks if expected is None else expected
         tokens = prompt_of(number, chunks)
         view, wanted = View(len(tokens)), View(len(tokens), seed=number)
+        if self.looked[number]:
+            self.looked[number] -= 1
+        else:
+            promised = [chunk for chunk in range(chunks) if {(number, chunk)} & (self.pool.keys() | self.disk)]
+            in_pool = sum((number, chunk) in self.pool for chunk in promised)
+            self.count("lookups", "retrieve", 1)
+            self.count("lookup_tokens", "retrieve", chunks * CHUNK_TOKENS)
+            self.count("hit_tokens", "cpu", in_pool * CHUNK_TOKENS)
+            self.count("hit_tokens", "disk", (len(promised) - in_pool) * CHUNK_TOKENS)
         found = self.cache.retrieve(tokens, view)
         assert found.tokens == expected * CHUNK_TOKENS
         pages = found.tokens // PAGE_TOKENS

@@ -242,6 +242,31 @@ def test_what_is_stored_while_all_is_cleared_stays_and_what_was_there_goes(monke
         assert (cache.stats().pool_used, cache.stats().tiers[0].used) == (0, 0)
 
 
+def test_a_request_counts_as_one_lookup_however_it_is_made() -> None:
+    with open_cache() as cache:
+        store(cache, "abcd")
+
+        def counted() -> dict[str, dict[str, float]]:
+            counts = cache.stats().counts
+            names = ("lookups", "lookup_tokens", "hit_tokens")
+            return {name: {kind: value for kind, value in counts.get(name, {}).items() if value} for name in names}
+
+        assert retrieve(cache, "abcdef") == 4
+        assert retrieve(cache, "xy") == 0
+        alone = {"lookups": {"retrieve": 2}, "lookup_tokens": {"retrieve": 8 * PAGE_TOKENS}}
+        assert counted() == alone | {"hit_tokens": {"cpu": 4 * PAGE_TOKENS}}
+        for text in ("abcdef", "abxy"):  # two requests that begin alike, looked up before either is retrieved
+            cache.lookup(tokens(text))
+        assert [retrieve(cache, "abcdef"), retrieve(cache, "ab")] == [4, 2]
+        assert counted() == {
+            "lookups": {"retrieve": 2, "lookup": 2},
+            "lookup_tokens": {"retrieve": 8 * PAGE_TOKENS, "lookup": 10 * PAGE_TOKENS},
+            "hit_tokens": {"cpu": 10 * PAGE_TOKENS},
+        }
+        retrieve(cache, "abcd")
+        assert counted()["lookups"] == {"retrieve": 3, "lookup": 2}
+
+
 def test_clear_leaves_other_models_alone() -> None:
     with open_cache() as cache:
         other = Cache(cache.client, namespace(weights="other"))

@@ -358,6 +358,6 @@ class FakeNode:
 )
 def test_a_node_that_says_nonsense_is_no_node(tmp_path: Path, told: bytes) -> None:
     fake = FakeNode(tmp_path / "s", told)
-    with pytest.raises(LinkDown, match="the node at .* (cannot be used|does not answer|sends this client away): "):
+    with pytest.raises(LinkDown, match=r"the node at .* (cannot be used|does not answer|sends this client away): "):
         Link(str(tmp_path / "s"), "a test", 0.5)
     fake.close()
