@@ -485,7 +485,7 @@ class DirectClient:
 
     def spaces(self) -> list[SpaceStats]:
         """What the node holds, by namespace and group."""
-        return space_stats(self._guard, self._bits)
+        return space_stats(self.node, self._bits)
 
     def freeze(self, on: bool) -> None:
         """Store nothing new from now on, or again. What is there is served."""

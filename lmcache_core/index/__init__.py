@@ -3,5 +3,6 @@
 from lmcache_core.index.entries import POOL, Entry, Geometry, Space, tier_bit
 from lmcache_core.index.index import Index
 from lmcache_core.index.tiers import TierRules
+from lmcache_core.index.watching import Change, Watch
 
-__all__ = ["POOL", "Entry", "Geometry", "Index", "Space", "TierRules", "tier_bit"]
+__all__ = ["POOL", "Change", "Entry", "Geometry", "Index", "Space", "TierRules", "Watch", "tier_bit"]

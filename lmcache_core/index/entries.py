@@ -14,6 +14,7 @@ from lmcache_core.errors import LayoutError
 from lmcache_core.frame import FrameShape, shape
 from lmcache_core.index.chains import Chains, Line, Table
 from lmcache_core.index.shares import Owner
+from lmcache_core.index.watching import Watch
 from lmcache_core.namespace import GroupKind
 from lmcache_core.protocols import ChunkKey
 
@@ -134,6 +135,12 @@ class Space:
         self._forms: dict[int, FrameShape] = {}
         self.chains = Chains(self.chunks, self.staged)
         """Which chunks need which."""
+        self.watches: list[Watch] = []
+
+    def tell(self, entry: Entry, place: int, there: bool) -> None:
+        """Tell those who watch that a chunk has come to a place or left it."""
+        for watch in self.watches:
+            watch.changed(entry.pages, place, there)
 
     @property
     def known(self) -> Geometry:

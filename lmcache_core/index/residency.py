@@ -190,6 +190,7 @@ class Residency:
         others before it is lined up."""
         entry.slot = slot
         entry.where |= POOL
+        entry.space.tell(entry, POOL, True)
 
     def line_up(self, entry: Entry) -> None:
         """Let a chunk of the pool make room for others, last of all so far, unless it is pinned or has left."""
@@ -201,6 +202,7 @@ class Residency:
         slot, entry.slot = entry.slot, None
         if slot is not None:
             entry.where &= ~POOL
+            entry.space.tell(entry, POOL, False)
             share = entry.owner.shares[0]
             share.order.discard(entry)
             share.held -= entry.nbytes

@@ -87,12 +87,14 @@ class TierState:
     def gained(self, entry: Entry) -> None:
         """Note that a chunk can be read from here now. Its bytes have been counted as used before."""
         entry.where |= self.bit
+        entry.space.tell(entry, self.bit, True)
         self.policy.add(entry)
 
     def lost(self, entry: Entry) -> None:
         """Note that a chunk can be read from here no longer."""
         if entry.where & self.bit:
             entry.where &= ~self.bit
+            entry.space.tell(entry, self.bit, False)
             self.refund(entry)
             self.policy.discard(entry)
 

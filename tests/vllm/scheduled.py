@@ -18,6 +18,7 @@ from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
@@ -103,11 +104,20 @@ class Scheduled:
         cache: The cache's configuration; None for an engine without us.
         blocks: Of the engine's KV cache.
         windows: Whether there is a cache group of a sliding window besides.
+        events: Whether vLLM's KV events are on.
         in_flight: Steps that are planned before the first of them is carried out; above 1 by vLLM's `AsyncScheduler`.
     """
 
     def __init__(
-        self, model: Path, cache: Any, *, blocks: int = 200, windows: bool = False, in_flight: int = 1, **options: Any
+        self,
+        model: Path,
+        cache: Any,
+        *,
+        blocks: int = 200,
+        windows: bool = False,
+        in_flight: int = 1,
+        events: bool = False,
+        **options: Any,
     ) -> None:
         init_none_hash(sha256)
         self.model = Arithmetic(blocks, windows)
@@ -138,6 +148,7 @@ class Scheduled:
                 async_scheduling=in_flight > 1,
                 disable_hybrid_kv_cache_manager=False,
             ),
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
             kv_transfer_config=None if cache is None else KVTransferConfig(**transfer_config(cache, **options)),
         )
         config.scheduler_config.async_scheduling = in_flight > 1  # which it turns off where there is no executor
@@ -154,6 +165,11 @@ class Scheduled:
             self.worker = LMCacheCoreConnector(config, KVConnectorRole.WORKER, kv)
             self.worker._backend = lambda: "arithmetic"
             self.worker.register_kv_caches(self.model.caches)
+        self.events: list[Any] = []
+        """Those of the connector."""
+        if events and cache is not None:
+            take = self.connector.take_events
+            self.connector.take_events = lambda: self._seen(list(take()))
         self._in_flight = in_flight
         self._planned: deque[_Planned] = deque()
         self._sampled: dict[str, dict[int, int]] = {}
@@ -165,6 +181,10 @@ class Scheduled:
     def connector(self) -> Any:
         """The scheduler's side."""
         return self.scheduler.connector
+
+    def _seen(self, events: list[Any]) -> list[Any]:
+        self.events += events
+        return events
 
     @property
     def free_blocks(self) -> int:

@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from lmcache_core.client import Grant
 from tests.vllm.conftest import Models
@@ -137,3 +139,41 @@ def test_few_blocks_and_many_requests(models: Models, make: Make, windows: bool,
         engine.forget()
     assert engine.scheduler.requests == {}
     at_rest(engine)
+
+
+def test_events_tell_what_is_where(make: Make) -> None:
+    """Whoever follows them knows of each block of the prompts on which medium it is, and what its tokens are."""
+    engine = make(events=True)
+    side = engine.connector._scheduler
+    request = engine.ask("first", FIRST)
+    engine.run()
+    engine.forget()
+    engine.ask("second", SECOND)
+    engine.run()
+    follower: dict[str, dict[Any, tuple[int, ...]]] = {"CPU": {}, "STORAGE": {}}
+
+    def follow() -> None:
+        engine.connector._scheduler.client.flush(10)
+        engine.ask(f"nothing {engine.steps}", prompt(engine.steps, 5))
+        engine.run()
+        for event in engine.events:
+            if isinstance(event, BlockStored):
+                assert event.block_size == BLOCK
+                for number, name in enumerate(event.block_hashes):
+                    tokens = event.token_ids[number * BLOCK : (number + 1) * BLOCK]
+                    assert follower[event.medium].setdefault(name, tuple(tokens)) == tuple(tokens)
+            else:
+                for name in event.block_hashes:
+                    del follower[event.medium][name]
+        engine.events.clear()
+
+    follow()
+    blocks = {tuple(FIRST[at : at + BLOCK]) for at in range(0, 600 - BLOCK + 1, BLOCK)}
+    blocks |= {tuple(SECOND[at : at + BLOCK]) for at in range(0, 333 - BLOCK + 1, BLOCK)}
+    assert set(follower["CPU"].values()) == blocks
+    assert follower["STORAGE"] == {}
+    named = {maybe_convert_block_hash(name) for name in request.block_hashes[: 600 // BLOCK]}
+    assert named <= set(follower["CPU"])
+    side.client.clear()
+    follow()
+    assert follower == {"CPU": {}, "STORAGE": {}}

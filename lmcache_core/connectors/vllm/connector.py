@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -20,10 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_core.connectors.vllm import identity
 from lmcache_core.connectors.vllm.counters import Counts, joined
+from lmcache_core.connectors.vllm.events import Page
 from lmcache_core.connectors.vllm.metrics import ConnectorMetrics, ConnectorStats
 from lmcache_core.connectors.vllm.nodes import Door, WorkerDoor, open_door
 from lmcache_core.connectors.vllm.options import read_options, read_request_options
@@ -109,6 +112,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         same_process = parallel.world_size == 1 and str(parallel.distributed_executor_backend or "uni") == "uni"
         engine = str(self._kv_transfer_config.engine_id)
         self._specs = specs
+        self._hash_tokens: int = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
+        """Tokens that one of vLLM's block hashes stands for."""
         self._awaited: set[str] = set()
         """Requests whose loads go on beside the engine's steps."""
         self._scheduler: SchedulerSide | None = None
@@ -138,6 +143,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 may_wait=len(specs) == 1 and not vllm_config.scheduler_config.async_scheduling,
                 lease_seconds=door.config.lease_timeout,
                 warn=self._warn,
+                follow=self._pages if self._publishes(vllm_config) else None,
             )
             self._check_policy(vllm_config)
         else:
@@ -276,6 +282,60 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ConnectorMetrics:
         return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _publishes(self, vllm_config: Any) -> bool:
+        events = vllm_config.kv_events_config
+        return events is not None and bool(events.enable_kv_cache_events)
+
+    def _pages(self, request: Any, first: int, end: int) -> list[Page]:
+        """What vLLM calls pages of a request."""
+        scheduler = self._scheduler
+        assert scheduler is not None
+        size = self._hash_tokens
+        count = scheduler.page_tokens // size
+        hashes = [maybe_convert_block_hash(each) for each in request.block_hashes[: end * count]]
+        lora = request.lora_request
+        pages = []
+        for page in range(first, end):
+            start = page * scheduler.page_tokens
+            pages.append(
+                Page(
+                    tuple(hashes[page * count : (page + 1) * count]),
+                    hashes[page * count - 1] if page else None,
+                    tuple(request.all_token_ids[start : start + scheduler.page_tokens]),
+                    None if lora is None else lora.adapter_id,
+                    None if lora is None else lora.name,
+                )
+            )
+        return pages
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._events() or ()
+
+    @_guarded(())
+    def _events(self) -> list[KVCacheEvent]:
+        """vLLM's events of the blocks that have come to a medium or left it."""
+        scheduler = self._scheduler
+        assert scheduler is not None
+        told: list[KVCacheEvent] = []
+        for page, place, stored in scheduler.events():
+            medium = MEDIUM_CPU if place == "cpu" else MEDIUM_STORAGE
+            if stored:
+                told.append(
+                    BlockStored(
+                        block_hashes=list(page.block_hashes),
+                        parent_block_hash=page.parent,
+                        token_ids=list(page.tokens),
+                        block_size=self._hash_tokens,
+                        lora_id=page.lora_id,
+                        medium=medium,
+                        lora_name=page.lora_name,
+                        ownership=place,
+                    )
+                )
+            else:
+                told.append(BlockRemoved(block_hashes=list(page.block_hashes), medium=medium, ownership=place))
+        return told
 
     @_guarded(False)
     def reset_cache(self) -> bool:

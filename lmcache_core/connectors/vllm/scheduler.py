@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from lmcache_core.client import Client, Held, Model, Storing
 from lmcache_core.connectors.vllm.counters import Counts
+from lmcache_core.connectors.vllm.events import BlockEvent, EventBook, Page
 from lmcache_core.connectors.vllm.options import Options, RequestOptions
 from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step, Timing
 from lmcache_core.connectors.vllm.rates import Rates
 from lmcache_core.connectors.vllm.requests import EngineRequest, Marks, Tracked
+from lmcache_core.direct import DirectClient
 from lmcache_core.errors import LMCacheError
+from lmcache_core.index import Watch
 from lmcache_core.index.boundary import stops
-from lmcache_core.namespace import Namespace, new_epoch
+from lmcache_core.namespace import GroupKind, Namespace, new_epoch
 
 __all__ = ["SchedulerSide"]
 
@@ -61,6 +64,7 @@ class SchedulerSide:
             the one in front of it has ended, so that none goes on from what was lost.
         lease_seconds: How long the node keeps what a lookup found.
         warn: Logs a line, at most one a kind and interval.
+        follow: What the engine calls the pages `[first, end)` of a request, if it wants to know which blocks are where.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class SchedulerSide:
         may_wait: bool = True,
         lease_seconds: float = 30.0,
         warn: Callable[[str, str], object] = lambda kind, text: None,
+        follow: Callable[[EngineRequest, int, int], Iterable[Page]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.client = client
@@ -103,6 +108,10 @@ class SchedulerSide:
         self.rates = Rates()
         self._in_flight = 0
         """Steps with something to compute that have been planned and have not ended."""
+        self.book: EventBook | None = None
+        """Follows which blocks are where, if somebody wants to know."""
+        self._follow = follow
+        self._watch: Watch | None = None
         self._warming: Future[int] | None = None
         """Chunks that are being brought to host memory for nobody who waits."""
         self._warming_bytes = 0
@@ -167,6 +176,7 @@ class SchedulerSide:
         pages = -(-(tracked.local + external) // self.page_tokens)
         tracked.loading = True
         tracked.saved = held.pages
+        self._learn_pages(tracked, pages)
         self._loads.append(
             Load(
                 request_id,
@@ -225,7 +235,7 @@ class SchedulerSide:
         if report.facts is not None and self._facts is None and not self._off:
             self._facts = report.facts
             self._namespace = self._describe(report.facts)
-            self._model = self.client.register(self._namespace)
+            self._register()
         for timing in report.timings:
             self._learn(timing)
         for tokens, context, seconds in report.computed:
@@ -262,7 +272,33 @@ class SchedulerSide:
                 self._release(tracked)
         if self._namespace is not None:
             self._namespace = self._namespace.with_epoch(new_epoch())
-            self._model = self.client.register(self._namespace)
+            self._register()
+
+    def _register(self) -> None:
+        assert self._namespace is not None
+        self._model = self.client.register(self._namespace)
+        self._watch = None
+        if self._follow is not None and isinstance(self.client, DirectClient):
+            group = next((place for place, each in enumerate(self._namespace.groups) if each.kind is GroupKind.FULL), 0)
+            self._watch = self.client.watch(self._model, group)
+            self.book = EventBook(self.client.place_names)
+
+    def _learn_pages(self, tracked: Tracked, pages: int) -> None:
+        """Remember what the engine calls the first pages of a request."""
+        if self.book is None or self._follow is None:
+            return
+        first = pages
+        while first > 0 and not self.book.knows(tracked.keys[first - 1]):
+            first -= 1
+        if first < pages:
+            self.book.learn(tracked.keys[first:pages], self._follow(tracked.request, first, pages))
+
+    def events(self) -> list[BlockEvent]:
+        """What has come to a place or left it since this was last asked."""
+        if self.book is None or self._watch is None:
+            return []
+        self.book.apply(self._watch.take())
+        return self.book.take()
 
     def turn_off(self, why: str) -> None:
         """Load and store nothing any more."""
@@ -499,6 +535,7 @@ class SchedulerSide:
             return
         assert self._model is not None
         at = [each for each in stops(pages, self.page_tokens, self.client.retention_tokens) if each > first]
+        self._learn_pages(tracked, pages)
         storing = self.client.begin_store(self._model, keys, at, first, tracked.places)
         tracked.saved = pages
         if storing.dropped:

@@ -1,0 +1,97 @@
+"""Which blocks have come to a medium and which have left it, in the engine's own terms, for routers that follow them.
+
+The node tells of chunks by the keys of their pages. What an engine's blocks in a page are called is known of the
+requests that this engine has had; pages of others are told of once a request of this engine shares them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lmcache_core.index import Change
+
+__all__ = ["BlockEvent", "EventBook", "Page"]
+
+MOST_PAGES = 50_000
+"""Pages whose blocks are remembered; of those that were used least lately nothing is told any more."""
+
+
+class Page(NamedTuple):
+    """What the engine calls a page of a request."""
+
+    block_hashes: tuple[Any, ...]
+    parent: Any
+    """Hash of the block in front of it; None at the start."""
+    tokens: tuple[int, ...]
+    lora_id: int | None
+    lora_name: str | None
+
+
+class BlockEvent(NamedTuple):
+    """Blocks have come to a place, or have left it."""
+
+    page: Page
+    place: str
+    stored: bool
+
+
+class EventBook:
+    """Follows one cache group.
+
+    Args:
+        names: Of the places.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._pages: OrderedDict[bytes, Page] = OrderedDict()
+        self._there: dict[bytes, Counter[int]] = {}
+        """Of each page, how many chunks at a place hold it."""
+        self._told: set[tuple[bytes, int]] = set()
+        self._events: list[BlockEvent] = []
+
+    def learn(self, keys: Sequence[bytes], pages: Iterable[Page]) -> None:
+        """These pages are called so."""
+        for key, page in zip(keys, pages, strict=True):
+            if key in self._pages:
+                self._pages.move_to_end(key)
+                continue
+            self._pages[key] = page
+            for place, chunks in self._there.get(key, {}).items():
+                if chunks:
+                    self._tell(key, place, stored=True)
+        while len(self._pages) > MOST_PAGES:
+            key, _ = self._pages.popitem(last=False)
+            self._told -= {(key, place) for place in self._names}
+
+    def knows(self, key: bytes) -> bool:
+        """Whether it is known what a page is called."""
+        return key in self._pages
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        """The node has told of changes."""
+        for change in changes:
+            for key in change.pages:
+                there = self._there.setdefault(key, Counter())
+                there[change.place] += 1 if change.there else -1
+                if there[change.place] > 0:
+                    self._tell(key, change.place, stored=True)
+                else:
+                    del there[change.place]
+                    self._tell(key, change.place, stored=False)
+                    if not there:
+                        del self._there[key]
+
+    def _tell(self, key: bytes, place: int, *, stored: bool) -> None:
+        page = self._pages.get(key)
+        if page is None or stored == ((key, place) in self._told):
+            return
+        (self._told.add if stored else self._told.discard)((key, place))
+        self._events.append(BlockEvent(page, self._names[place], stored))
+
+    def take(self) -> list[BlockEvent]:
+        """Events since this was last asked, the oldest first."""
+        events, self._events = self._events, []
+        return events
