@@ -201,7 +201,7 @@ class SpaceStats:
 
     digest: bytes
     manifest: bytes
-    """Of the namespace, as tiers keep it; empty while nobody has registered it."""
+    """Of the namespace, as tiers keep it; empty while neither an engine nor a tier has told."""
     chunks: int
     pages: int
     pinned: int

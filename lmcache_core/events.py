@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from lmcache_core.index.decisions import Load, Write
@@ -38,3 +38,6 @@ class TierEvents(Protocol):
 
     def scanned(self, number: int, batch: Sequence[Stored]) -> None:
         """A part of what a tier holds, least recently used first."""
+
+    def described(self, manifests: Mapping[bytes, bytes]) -> None:
+        """What a tier says of the spaces whose chunks it has been scanned for, by digest."""

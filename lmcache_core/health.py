@@ -10,11 +10,12 @@ from lmcache_core.calls import BackendCalls
 from lmcache_core.config import TierConfig
 from lmcache_core.errors import BackendError, ConfigError
 from lmcache_core.events import TierEvents
-from lmcache_core.protocols import CountsEvents, ReportsUsage, Scannable, StorageBackend, Usage
+from lmcache_core.protocols import CountsEvents, Describes, ReportsUsage, Scannable, StorageBackend, Usage
 from lmcache_core.ratelog import RateLog
 
 OPEN_TIMEOUT = 30.0
 """Seconds that opening a backend and listing what it holds may take together."""
+MANIFESTS_TIMEOUT = 5.0
 CLOSE_TIMEOUT = 5.0
 """Seconds that closing it before it is opened again may take."""
 
@@ -79,8 +80,21 @@ class TierHealth:
         await self._events.reset(self._number)
         if isinstance(self._backend, Scannable):
             await self.calls.bounded(self._scan(self._backend, self._attempt), until - loop.time())
+            await self._ask_for_manifests()
         self.up = True
         self._events.opened(self._number)
+
+    async def _ask_for_manifests(self) -> None:
+        """Learn what its chunks are of, for people: a tier that cannot tell is used all the same."""
+        if not isinstance(self._backend, Describes):
+            return
+        try:
+            found = await self.calls.bounded(self._backend.manifests(), MANIFESTS_TIMEOUT)
+            if not isinstance(found, dict) or not all(isinstance(each, bytes) for each in found.values()):
+                raise BackendError(f"backend {self._config.backend} says {found!r:.60}")
+            self._events.described(found)
+        except (BackendError, ConfigError, TimeoutError) as error:
+            self._log.warning("manifests", "tier %s cannot tell its models: %s", self._config.name, _why(error))
 
     async def _scan(self, backend: Scannable, attempt: int) -> None:
         async for batch in backend.scan():

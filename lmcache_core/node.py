@@ -265,6 +265,13 @@ class Node:
         """Have `work` called on the event loop soon. May be called from anywhere, finalizers too."""
         self._loop.call(work)
 
+    def manifest_of(self, space: Space) -> bytes:
+        """What is known of a namespace by one of its spaces: from an engine, or from a tier; empty if nothing. Called
+        under the mutex."""
+        if space.geometry is not None:
+            return space.geometry.manifest
+        return self._reports.manifests.get(space.digest, b"")
+
     # On the event loop
 
     async def _drained(self, seconds: float | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from lmcache_core.counts import Counts
@@ -26,6 +26,8 @@ class Reports:
         self._guard = guard
         self._counts = counts
         self._usage = usage
+        self.manifests: dict[bytes, bytes] = {}
+        """What tiers say of spaces of which they have chunks, by digest. Guarded by the mutex."""
 
     @contextmanager
     def _report(self) -> Iterator[Index | None]:
@@ -119,6 +121,12 @@ class Reports:
             if index is not None:
                 for pages, parent in found:
                     index.learned(index.tiers[number], space, pages, parent)
+
+    def described(self, manifests: Mapping[bytes, bytes]) -> None:
+        """See `TierEvents`."""
+        with self._report() as index:
+            if index is not None:
+                self.manifests |= {digest: each for digest, each in manifests.items() if digest in index.spaces}
 
     def scanned(self, number: int, batch: Sequence[Stored]) -> None:
         """See `TierEvents`."""

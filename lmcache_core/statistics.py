@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lmcache_core.client import KeptStats, OwnerStats, SpaceStats, Stats, TierStats
-from lmcache_core.guard import IndexGuard
 from lmcache_core.index import POOL
 from lmcache_core.node import Node
 
@@ -60,12 +59,13 @@ def node_stats(node: Node, bits: Mapping[str, int]) -> Stats:
         )
 
 
-def space_stats(guard: IndexGuard, bits: Mapping[str, int]) -> list[SpaceStats]:
+def space_stats(node: Node, bits: Mapping[str, int]) -> list[SpaceStats]:
     """What a node holds, by namespace and group.
 
     Raises:
         ClosedError: The node has been closed.
     """
+    guard = node.guard
     with guard.turn, guard.mutex:
         found = list(guard.use().spaces.values())
     told = []
@@ -73,6 +73,7 @@ def space_stats(guard: IndexGuard, bits: Mapping[str, int]) -> list[SpaceStats]:
         with guard.turn, guard.mutex:
             guard.use()
             entries = list(space.chunks.values())
+            manifest = node.manifest_of(space)
         # Counted without the mutex, since there may be a million: what changes meanwhile may be in it or not.
         sizes = dict.fromkeys(bits, 0)
         for entry in entries:
@@ -82,7 +83,7 @@ def space_stats(guard: IndexGuard, bits: Mapping[str, int]) -> list[SpaceStats]:
         told.append(
             SpaceStats(
                 space.digest,
-                space.geometry.manifest if space.geometry is not None else b"",
+                manifest,
                 len(entries),
                 sum(len(entry.pages) for entry in entries),
                 sum(1 for entry in entries if entry.pins),

@@ -233,6 +233,7 @@ def the_namespace(client: RemoteClient, name: str | None, config: Config) -> Kno
         if found is None:
             raise LMCacheError(f"there is no namespace {name!r}; the node has: {_listed(known)}")
         return found
+    known = [each for each in known if each.chunks] or known  # what nothing is stored of is not what is meant
     if not known:
         raise LMCacheError(f"the node at {client.path} knows of no model yet; an engine must have used it first")
     if len(known) > 1:

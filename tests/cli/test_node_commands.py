@@ -516,7 +516,23 @@ def test_what_a_restarted_node_has_on_disk_can_be_brought_to_memory_before_engin
     with serving(tmp_path, **config) as (second, path):
         node = AtWork(path, tmp_path / "disk", second.process.pid)
         (known,) = ask(run, node, "status")["namespaces"]
-        assert (known["model"], known["chunks"]) == (None, 3)
+        namespace = make_namespace("model-a")
+        assert (known["id"], known["model"], known["chunks"]) == (namespace.content.hex(), "model-a", 3)
+        assert "unknown" not in run("status", "--socket", path).out
+        assert ask(run, node, "prefetch", prompt, "--namespace", "model-a")["there"] == 48
+        assert ask(run, node, "lookup", prompt)["tiers"]["cpu"]["holds"] == 48
+
+
+def test_what_nobody_has_described_is_known_by_its_digest_until_a_configuration_names_it(
+    run: Run, tmp_path: Path, prompt: Path
+) -> None:
+    fill(tmp_path / "disk", [prompt_of(1, 3)], "model-a")
+    aside = tmp_path / "aside"
+    os.rename(tmp_path / "disk" / "manifests", aside)
+    with serving(tmp_path, **settings(tmp_path / "disk", cpu="4MiB")) as (process, path):
+        node = AtWork(path, tmp_path / "disk", process.process.pid)
+        (known,) = ask(run, node, "status")["namespaces"]
+        assert (known["id"], known["model"]) == (make_namespace("model-a").space(0).hex(), None)
         assert "unknown" in run("status", "--socket", path).out
         refused = run("lookup", prompt, "--socket", path)
         assert (refused.code, refused.out) == (1, "")
@@ -524,10 +540,19 @@ def test_what_a_restarted_node_has_on_disk_can_be_brought_to_memory_before_engin
             f"lmcache-core: error: no engine has told this node what {known['id'][:12]} is of since it started; name "
             "the configuration that has the node's tiers with --config\n"
         )
+        os.rename(aside, tmp_path / "disk" / "manifests")
         file = path.with_name(f"{path.name}.yaml")  # the node's own
-        there = ask(run, node, "prefetch", prompt, "--config", file, "--namespace", "model-a")
-        assert there["there"] == 48
+        assert ask(run, node, "prefetch", prompt, "--config", file, "--namespace", "model-a")["there"] == 48
         assert ask(run, node, "lookup", prompt)["tiers"]["cpu"]["holds"] == 48, "the node knows it from now on"
+
+
+def test_a_namespace_without_chunks_is_chosen_only_by_its_name(run: Run, node: AtWork, prompt: Path) -> None:
+    node.fill(prompt_of(1, 3))
+    node.engine("model-b").close()
+    assert ask(run, node, "lookup", prompt)["model"] == "model-a"
+    assert ask(run, node, "lookup", prompt, "--namespace", "model-b")["restorable"] == 0
+    ask(run, node, "clear", "--yes")
+    assert "the node has 2 namespaces; choose one" in run("lookup", prompt, "--socket", node.socket).err
 
 
 def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
