@@ -222,7 +222,7 @@ MANY = settings(FEW, max_examples=120, report_multiple_bugs=False)
 
 @pytest.mark.parametrize("machine", [ConnectorMachine, HybridMachine, RanksMachine])
 def test_nothing_is_wrong_in_any_order_of_events(machine: type[ConnectorMachine]) -> None:
-    run_state_machine_as_test(machine, settings=FEW)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(machine, settings=FEW)
 
 
 # That the machine can fail: each of these is a mistake that a connector of this kind could make.

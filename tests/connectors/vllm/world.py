@@ -16,6 +16,7 @@ from lmcache_core.client import Client, Held
 from lmcache_core.config import BreakerConfig, Config, CpuConfig, TierConfig
 from lmcache_core.connectors.vllm.options import Options
 from lmcache_core.connectors.vllm.plan import Facts
+from lmcache_core.connectors.vllm.requests import Marks
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
 from lmcache_core.connectors.vllm.worker import WorkerSide
 from lmcache_core.direct import DirectClient
@@ -26,7 +27,7 @@ from lmcache_core.node import Node
 from lmcache_core.protocols import StorageBackend
 from lmcache_core.service.remote import RemoteClient
 from lmcache_core.service.server import NodeServer
-from tests.connectors.vllm.engine import CONTENT, Engine, Layers, Wrong, chain, page_of
+from tests.connectors.vllm.engine import CONTENT, Engine, Layers, Wrong, page_of
 from tests.node.kv import until
 
 PAGE_TOKENS = 16
@@ -114,7 +115,6 @@ class World:
 
     def settle(self) -> None:
         """Let reads and writes end."""
-        assert self.node.guard.mutex is not None
         assert DirectClient(self.node).flush(20)
 
     def forget(self, *places: str) -> None:
@@ -165,8 +165,6 @@ class World:
     @staticmethod
     def keys(tokens: Sequence[int], salt: str = "") -> list[bytes]:
         """Of the pages of a prompt."""
-        from lmcache_core.connectors.vllm.requests import Marks
-
         hasher: PageHasher = Marks(salt=("", salt)).hasher(PAGE_TOKENS)
         return hasher.extend(list(tokens))
 
@@ -247,10 +245,10 @@ def open_world(
     """An engine over a node with the backends as tiers `t0`, `t1`, ... With `socket`, a directory, each side talks to
     the node through one; `more` is the engine's."""
     layers = [GROUPS[letter] for letter in groups]
-    rules = [
-        TierConfig(backend="test", **{"name": f"t{n}", "breaker": QUICK} | (tiers[n] if n < len(tiers) else {}))
-        for n in range(len(backends))
-    ]
+    rules = []
+    for number in range(len(backends)):
+        rule: dict[str, Any] = {"name": f"t{number}", "breaker": QUICK}
+        rules.append(TierConfig("test", **rule | (tiers[number] if number < len(tiers) else {})))
     config = Config(
         chunk_tokens=chunk_tokens,
         page_tokens=page_tokens,
@@ -323,12 +321,3 @@ def prompt(text: str, each: int = PAGE_TOKENS) -> list[int]:
     for letter in text:
         tokens += [ord(letter) % 50] if letter.isdigit() else [(ord(letter) + place) % 50 for place in range(each)]
     return tokens
-
-
-def answer(tokens: Sequence[int], count: int) -> list[int]:
-    """What the engine answers with its first weights."""
-    more = list(tokens)
-    known: list[int] = []
-    for _ in range(count):
-        more.append(chain(more, 1, known)[-1] % 50)
-    return more[len(tokens) :]
