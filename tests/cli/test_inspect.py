@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -251,6 +252,22 @@ def test_a_directory_without_a_cache_is_said_to_be_one(run: Run, tmp_path: Path)
     assert (as_json.code, as_json.json["shards"], as_json.err) == (1, [], found.err)
     assert found.err.startswith(f"{tmp_path / 'empty'}: no cache of this user; name the `path` of a disk tier")
     assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["clear", "--yes"]])
+def test_another_user_is_told_to_be_the_engines(
+    run: Run, path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    def refuse(root: str) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", root)
+
+    monkeypatch.setattr("lmcache_backends.disk.inspection.shard_names", refuse)
+    refused = run(words[0], path, *words[1:])
+    assert (refused.code, refused.out) == (1, "")
+    assert refused.err == (
+        f"lmcache-core: error: disk: {path}: Permission denied; run this as the user that the engine runs as, or as "
+        "root\n"
+    )
 
 
 def test_a_progress_bar_is_drawn_for_people_alone(run: Run, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

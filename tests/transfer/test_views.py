@@ -44,6 +44,17 @@ def gathered(view: KVView, group: int, first: int, pages: int, page_bytes: int) 
     return bytes(into)
 
 
+def test_a_view_that_is_too_short_says_what_to_pass() -> None:
+    layer = np.zeros((2, 8, 4, 2, 8), np.float16)
+    view = load_transfer("cpu").create({}).register([layer], dims="2bthd", page_tokens=8).view([0, 1, 2])
+    with pytest.raises(LayoutError) as refused:
+        view.gather(0, 0, 4, memoryview(bytearray(10)))
+    assert str(refused.value) == (
+        "the view has 1 whole pages, and pages 0 to 4 are to be copied; pass to `view` the blocks of all 4, or limit "
+        "the call (`max_tokens` of a retrieve, fewer tokens of a store)"
+    )
+
+
 def test_the_transfer_is_found_by_name(layers: list[Any]) -> None:
     transfer = load_transfer("cpu").create({})
     assert isinstance(transfer, Transfer)

@@ -55,7 +55,11 @@ class PagedView:
         if group != 0:
             raise LayoutError(f"group {group} of a view that has one group")
         if first_page < 0 or pages < 0 or first_page + pages > self.pages:
-            raise LayoutError(f"pages {first_page} to {first_page + pages} of a view of {self.pages} pages")
+            raise LayoutError(
+                f"the view has {self.pages} whole pages, and pages {first_page} to {first_page + pages} are to be "
+                f"copied; pass to `view` the blocks of all {first_page + pages}, or limit the call (`max_tokens` of a "
+                "retrieve, fewer tokens of a store)"
+            )
         size = pages * self._page_bytes
         if buffer.nbytes != size or not buffer.c_contiguous:
             raise LayoutError(f"{pages} pages take {size} bytes in one piece, the buffer has {buffer.nbytes}")

@@ -36,9 +36,11 @@ _ADVICE = {
 }
 
 
-def failed(error: OSError, path: str) -> BackendError:
-    """The error to raise for `error`, met while working on `path`."""
+def failed(error: OSError, path: str, *, looking: bool = False) -> BackendError:
+    """The error to raise for `error`, met while working on `path`, or only `looking` at it."""
     if error.errno in ODD and isinstance(error.filename, str):
         path = error.filename
     advice = _ADVICE.get(error.errno or 0, "look in dmesg, or choose another path")
+    if looking and error.errno in (errno.EACCES, errno.EPERM):
+        advice = "run this as the user that the engine runs as, or as root"
     return BackendError(f"disk: {path}: {error.strerror or error}; {advice}")

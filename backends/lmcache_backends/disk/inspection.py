@@ -82,7 +82,7 @@ def inspect_path(path: str | os.PathLike[str]) -> Inspected:
                 shards.append(_inspect_shard(os.path.join(root, name), held))
         return Inspected(tuple(shards), read_manifests(root))
     except OSError as error:
-        raise failed(error, root) from error
+        raise failed(error, root, looking=True) from error
 
 
 def _inspect_shard(path: str, held: Locked | None) -> InspectedShard:

@@ -72,8 +72,11 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Bytes of `capacity` for each path, a multiple of `UNIT`."""
         share = self.capacity // len(self.paths()) // UNIT * UNIT
         if share < UNIT:
-            size = format_size(self.capacity)
-            raise InvalidSetting(("capacity",), f"disk: capacity {size} holds nothing; write at least 1GiB")
+            size, least = format_size(self.capacity), format_size(UNIT * len(self.paths()))
+            raise InvalidSetting(
+                ("capacity",),
+                f"disk: capacity {size} holds nothing; the least is {least}, and of use are some GiB, as in 500GiB",
+            )
         return share
 
     def segment_size(self) -> int:
