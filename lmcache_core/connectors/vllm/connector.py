@@ -208,11 +208,14 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         scheduler = self._scheduler
         assert scheduler is not None
         state = scheduler_output.kv_connector_block_state
+        loads = scheduler.take_loads()  # whatever goes wrong: the engine waits for these
         try:
-            return Metadata(scheduler.step(scheduler_output.num_scheduled_tokens, state.get_block_ids))
+            step = scheduler.step(scheduler_output.num_scheduled_tokens, state.get_block_ids)
         except Exception as error:  # noqa: BLE001  no fault of ours may reach the engine
             self._fault("build_connector_meta", error)
-            return Metadata(Step(scheduler.page_tokens, scheduler.take_loads()))
+            step = Step(scheduler.page_tokens)
+        step.loads = loads
+        return Metadata(step)
 
     @_guarded(None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -432,6 +435,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         except Exception as error:  # noqa: BLE001  no fault of ours may reach the engine, which waits for these
             self._fault("get_transfer_results", error)
             ended = failed = set(self._awaited)
+            self._worker.give_up_on(failed)
         self._awaited -= ended
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 

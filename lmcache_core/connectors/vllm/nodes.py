@@ -70,8 +70,12 @@ def open_door(source: Any, engine: str, blocks: int, *, processes: bool) -> Door
         raise ConfigError("layout: vLLM's KV can be kept in its own layout only yet; write layout: native")
     if config.connect:
         client = RemoteClient(socket_path(config.connect), config, f"vllm {engine[:8]}")
-        if client.wait_until_up(0):
-            check_pages(client.page_tokens, client.chunk_tokens, blocks, config.connect)
+        try:
+            if client.wait_until_up(0):
+                check_pages(client.page_tokens, client.chunk_tokens, blocks, config.connect)
+        except ConfigError:
+            client.close()
+            raise
         return Door(client, config)
     page = page_tokens_for([blocks], config.page_tokens)
     chunk = chunk_tokens_for(page, config.chunk_tokens)

@@ -95,6 +95,8 @@ class Report:
     """By request, how many ranks have ended a load."""
     failed: set[str] = field(default_factory=set)
     """Requests whose load has failed on a rank."""
+    lost: set[int] = field(default_factory=set)
+    """Blocks that a step should have had, of an engine with one cache group."""
     saved: Counter[int] = field(default_factory=Counter)
     """By store, how many ranks have ended it."""
     unsaved: set[int] = field(default_factory=set)
@@ -117,6 +119,7 @@ class Report:
             refused,
             self.loaded + other.loaded,
             self.failed | other.failed,
+            self.lost | other.lost,
             self.saved + other.saved,
             self.unsaved | other.unsaved,
             self.timings + other.timings,

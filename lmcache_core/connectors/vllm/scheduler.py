@@ -104,6 +104,8 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._savings: dict[int, _Saving] = {}
+        self._lost: set[int] = set()
+        """Blocks that hold nonsense and that the engine may still take for what they should have been."""
         self._loaded: Counter[str] = Counter()
         self.rates = Rates()
         self._in_flight = 0
@@ -168,6 +170,7 @@ class SchedulerSide:
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.loading:
             return  # the latter: it has got more blocks, after those that are being loaded
+        tracked.missed_at = None  # if it comes again, it has been computed in the meantime
         held = tracked.held
         if external <= 0 or held is None:
             self._release(tracked)
@@ -217,6 +220,8 @@ class SchedulerSide:
         if self._model is not None and not self._off:
             for request_id, tokens in scheduled.items():
                 tracked = self._requests.get(request_id)
+                if self._lost and tracked is not None and self._goes_on_from_nonsense(tracked, tokens, blocks_of):
+                    tracked.save = False
                 if tracked is not None and tracked.save:
                     try:
                         self._plan_save(step, tracked, tokens, blocks_of)
@@ -246,6 +251,7 @@ class SchedulerSide:
                 saving.left -= ranks
                 if saving.left <= 0:
                     self._saved(number, saving, worthless=number in report.unsaved)
+        self._lost |= report.lost
         for request_id in report.failed:
             self._failed(request_id)
         for request_id, ranks in report.loaded.items():
@@ -548,6 +554,21 @@ class SchedulerSide:
         # Window groups store pages from any place of the prompt that is still in their blocks.
         start = min(room.part.first for room in storing.rooms)
         step.saves.append(Save(request.request_id, number, start, self._blocks(blocks, start, pages)))
+
+    def _goes_on_from_nonsense(
+        self, tracked: Tracked, tokens: int, blocks_of: Callable[[str], Sequence[Sequence[int]] | None]
+    ) -> bool:
+        """Whether a request that is computed has a block in front that was lost and not computed since. vLLM has
+        requests share blocks that one of them loads, and forgets that they were lost if that one ends early."""
+        blocks = blocks_of(tracked.request.request_id)
+        if blocks is None:
+            return False
+        size = self.page_tokens // self._page_blocks[0]
+        start = tracked.request.num_computed_tokens
+        if not self._lost.isdisjoint(blocks[0][: -(-start // size)]):
+            return True
+        self._lost.difference_update(blocks[0][start // size : -(-(start + tokens) // size)])
+        return False
 
     def _saved(self, number: int, saving: _Saving, *, worthless: bool) -> None:
         del self._savings[number]

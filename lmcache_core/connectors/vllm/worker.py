@@ -190,7 +190,10 @@ class WorkerSide:
                 per_page = job.pages - job.first_page and len(job.blocks[0]) // (job.pages - job.first_page)
                 there = max(0, loading.pages - job.first_page) * per_page
                 skipped = job.skip_tokens // self._groups[0].block_tokens
-                self._bad_blocks |= set(job.blocks[0][max(there, skipped) :])
+                bad = set(job.blocks[0][max(there, skipped) :])
+                self._bad_blocks |= bad
+                if job.now:
+                    self._report.lost |= bad
             else:
                 self._failed.add(job.request)
         if not job.now:
@@ -229,6 +232,10 @@ class WorkerSide:
         ended, failed = self._ended, self._failed
         self._ended, self._failed = set(), set()
         return ended, failed & ended
+
+    def give_up_on(self, requests: set[str]) -> None:
+        """The engine has been told that these loads have failed, whatever came of them."""
+        self._report.failed |= requests
 
     def bad_blocks(self) -> set[int]:
         """Blocks that should have been loaded and were not, since this was last asked."""
