@@ -150,6 +150,8 @@ class TierStats:
     queued: int
     quarantined: int
     counters: Mapping[str, int] = field(default_factory=dict)
+    why: str = ""
+    """Why it is not up: its last failure."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from lmcache_core.errors import BackendError, ConfigError
 from lmcache_core.events import TierEvents
 from lmcache_core.protocols import CountsEvents, Describes, ReportsUsage, Scannable, StorageBackend, Usage
 from lmcache_core.ratelog import RateLog
+from lmcache_core.units import format_size
 
 OPEN_TIMEOUT = 30.0
 """Seconds that opening a backend and listing what it holds may take together."""
@@ -44,6 +45,8 @@ class TierHealth:
         stopped: Callable[[], None],
     ) -> None:
         self.up = False
+        self.why = ""
+        """The last failure."""
         self.quarantined = 0
         """Bytes of slots whose I/O is past its deadline."""
         self.calls = BackendCalls(backend, config.backend)
@@ -125,7 +128,8 @@ class TierHealth:
 
     def failed(self, error: Exception, what: str) -> None:
         """Note a failure of the backend; enough of them in a row open the breaker."""
-        self._log.warning(what, "tier %s %s: %s", self._config.name, what, _why(error))
+        self.why = _why(error)
+        self._log.warning(what, "tier %s %s: %s", self._config.name, what, self.why)
         if self._breaker.failed():
             self._down()
 
@@ -133,6 +137,7 @@ class TierHealth:
         """Slots of so many bytes are in use past their deadline; too many of them open the breaker."""
         self.quarantined += nbytes
         if self.quarantined > self._config.quarantine:
+            self.why = f"{format_size(self.quarantined)} of I/O are past their deadline and have not ended"
             self.trip()
 
     def release(self, nbytes: int) -> None:
@@ -161,7 +166,8 @@ class TierHealth:
                 await self.calls.bounded(self._backend.close(), CLOSE_TIMEOUT)
                 await self._open()
             except (BackendError, ConfigError, TimeoutError) as error:
-                self._log.warning("recover", "tier %s is still down: %s", self._config.name, _why(error))
+                self.why = _why(error)
+                self._log.warning("recover", "tier %s is still down: %s", self._config.name, self.why)
             else:
                 self._breaker.close()
                 self._log.info("tier %s is back", self._config.name)

@@ -44,6 +44,7 @@ CLOSE_TIMEOUT = 30.0
 STILL = 5.0
 """Seconds without a tick after which the event loop counts as stuck."""
 CLOSED = "the node has been closed"
+FORKED = "this process was forked, and the cache is its parent's; open a Cache of its own here"
 
 
 class Server(Protocol):
@@ -353,7 +354,7 @@ def _leave_to_parent() -> None:
     """In a forked child: its copies of nodes have no threads, so they are closed, and their parent's go on."""
     for node in list(_nodes):
         node.guard.mutex = threading.Lock()  # another thread may have held it
-        node.guard.refusal = CLOSED
+        node.guard.refusal = FORKED
         node._closed = True
 
 

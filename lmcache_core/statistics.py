@@ -30,6 +30,7 @@ def node_stats(node: Node, bits: Mapping[str, int]) -> Stats:
                 runner.queued,
                 runner.health.quarantined,
                 runner.health.counters(),
+                "" if runner.up else runner.health.why,
             )
             for runner, tier in zip(node.runners, index.tiers, strict=True)
         ]

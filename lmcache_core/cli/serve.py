@@ -15,8 +15,10 @@ import msgspec
 
 from lmcache_core.assembly import build_node
 from lmcache_core.cli.loading import load_usable
+from lmcache_core.cli.output import visible
 from lmcache_core.errors import ConfigError
 from lmcache_core.service.address import AUTO, socket_path
+from lmcache_core.tier import TierRunner
 from lmcache_core.units import format_size
 
 WAKE = 0.5
@@ -57,8 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
 
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, told)
-        tiers = ", ".join(tier.name for tier in config.tiers) or "none"
-        print(f"serving at {path}: {format_size(node.pool.capacity)} of host memory, tiers: {tiers}", flush=True)
+        tiers = ", ".join(map(_told, node.runners)) or "none"
+        line = f"serving at {path}: {format_size(node.pool.capacity)} of host memory, tiers: {tiers}"
+        print(visible(line), flush=True)
         notify_manager("READY=1")
         # Woken now and then: Python runs a handler only when the main thread runs, which a signal need not wake.
         while not node.drained.wait(WAKE):
@@ -66,6 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
         notify_manager("STOPPING=1")
         print("stopping: writing what is queued", file=sys.stderr, flush=True)
     return 0
+
+
+def _told(runner: TierRunner) -> str:
+    return runner.config.name + ("" if runner.up else f" (down, it is tried again: {runner.health.why})")
 
 
 def notify_manager(state: str) -> None:

@@ -177,6 +177,7 @@ def page(path: str, seen: Seen, before: Seen | None) -> Page:
     if stats.kept.chunks:
         held, most = format_size(stats.kept.nbytes), format_size(stats.kept.most)
         lines.insert(4, f"kept     {stats.kept.chunks:,} chunks by `lmcache-core pin`, {held} of at most {most}")
+    lines[2:2] = [f"down     {tier.name}: {tier.why or 'no reason is known'}" for tier in stats.tiers if not tier.up]
     if before is not None:
         lines.append(f"just now {_told(hits(seen, before))}, in {seen.at - before.at:.1f} s")
     tables = [_tiers(stats)]
@@ -320,6 +321,7 @@ def plain(path: str, seen: Seen, before: Seen | None) -> dict[str, object]:
                 "name": tier.name,
                 "backend": tier.backend,
                 "up": tier.up,
+                "why": tier.why or None,
                 "used": tier.used,
                 "capacity": tier.capacity,
                 "chunks": tier.chunks,

@@ -40,6 +40,7 @@ from lmcache_core.client import (
 from lmcache_core.config import Config
 from lmcache_core.errors import BackendError, ClosedError, LayoutError, UsageError
 from lmcache_core.namespace import Namespace
+from lmcache_core.node import FORKED
 from lmcache_core.ratelog import RateLog
 from lmcache_core.service import wire
 from lmcache_core.service.link import ABSENT, Link, LinkDown
@@ -568,7 +569,7 @@ def _leave_to_parent() -> None:
     """In a forked child: its copies of sockets would keep the parent's connection up after the parent has died."""
     for client in list(_clients):
         client._closed.set()
-        client._why_closed = "this process was forked, and the client is its parent's; open a Cache of its own here"
+        client._why_closed = FORKED
         link, client._link = client._link, None
         if link is not None:
             link.abandon()

@@ -26,7 +26,7 @@ from lmcache_core.service.wire import ClientStats
 from tests.cli.conftest import AtWork, Run
 from tests.cli.kv import FRAME_BYTES, make_namespace, prompt_of, settings
 from tests.node.kv import until
-from tests.service.kit import serving
+from tests.service.kit import Process, serving
 
 POOL = 4 << 20
 
@@ -62,6 +62,7 @@ def test_status_in_json_is_what_happened(run: Run, node: AtWork) -> None:
             "name": "disk",
             "backend": "disk",
             "up": True,
+            "why": None,
             "used": 4 * FRAME_BYTES,
             "capacity": 64 << 20,
             "chunks": 4,
@@ -146,7 +147,27 @@ def test_a_tier_that_is_down_is_a_problem(run: Run, tmp_path: Path) -> None:
         shown = run("status", "--socket", path)
         assert shown.code == 1
         assert re.search(r"^blocked  down ", shown.out, flags=re.MULTILINE)
-        assert run("status", "--socket", path, "--json").json["tiers"][0]["up"] is False
+        why = f"disk: {blocked}: Too many levels of symbolic links; a symbolic link is in the way"
+        assert shown.lines[2].startswith(f"down     blocked: {why}")
+        tier = run("status", "--socket", path, "--json").json["tiers"][0]
+        assert (tier["up"], tier["why"].startswith(why)) == (False, True)
+
+
+def test_serve_says_which_tier_is_down_and_why(tmp_path: Path) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.symlink_to(blocked)
+    file = tmp_path / "tiers.yaml"
+    file.write_text(json.dumps(settings(blocked, tmp_path / "fine", cpu="4MiB")))
+    path = tmp_path / "s"
+    process = Process("-m", "lmcache_core", "serve", "--config", str(file), "--socket", str(path))
+    try:
+        line = process.line()
+        assert line.startswith(
+            f"serving at {path}: 4MiB of host memory, tiers: blocked (down, it is tried again: disk: {blocked}: Too"
+        )
+        assert line.endswith("), fine")
+    finally:
+        process.close()
 
 
 def seen(looked_up: int, found: dict[str, int], pid: int = 1, clients: int = 2, namespaces: int = 2) -> Seen:
