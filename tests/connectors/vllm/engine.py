@@ -304,7 +304,10 @@ class Engine:
     def step(self) -> Plan:
         """Schedule, carry out, and take what came of it."""
         plan = self.schedule()
-        step = pickle.loads(pickle.dumps(self.scheduler.step(plan.tokens, self._blocks_of)))
+        loads = self.scheduler.take_loads()
+        step = self.scheduler.step(plan.tokens, self._blocks_of)
+        step.loads = loads
+        step = pickle.loads(pickle.dumps(step))
         self.steps.append(step)
         while self.between:
             self.between.pop()()

@@ -313,7 +313,7 @@ def the_first_bad_block_is_kept_quiet(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerSide, "bad_blocks", bad_blocks)
 
 
-@bug(ConnectorMachine)
+@bug(test_worker.test_several_loads_go_on_together)
 def a_lease_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     def release(self: SchedulerSide, tracked: Any) -> None:
         forgotten.append(tracked.held)

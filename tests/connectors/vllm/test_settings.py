@@ -135,7 +135,6 @@ def test_a_node_whose_pages_do_not_fit_says_what_to_write(served: str) -> None:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="the client of a node that is refused keeps its connection and its thread")
 def test_a_node_whose_pages_do_not_fit_is_let_go_of(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[RemoteClient] = []
     made: list[RemoteClient] = []

@@ -105,7 +105,6 @@ def test_what_others_compute_in_a_spoilt_step_is_stored_in_a_later_one() -> None
         world.at_rest()
 
 
-@pytest.mark.xfail(strict=True, reason="what is computed behind another request's lost blocks is stored")
 def test_blocks_that_the_engine_keeps_though_they_were_lost_spread_nothing() -> None:
     """vLLM leaves lost blocks in its own prefix cache, since the request that lost them computes them anew; if that one
     is aborted first, they stay there as they are, and others compute with them."""
