@@ -195,6 +195,8 @@ class Stats:
     frozen: bool = False
     owners: Sequence[OwnerStats] = ()
     kept: KeptStats = field(default_factory=KeptStats)
+    standalone: bool = False
+    """It is a process of its own, which ends once it is drained."""
 
 
 @dataclass(frozen=True, slots=True)

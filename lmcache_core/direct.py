@@ -36,7 +36,7 @@ from lmcache_core.index.index import EVERYWHERE
 from lmcache_core.index.residency import CPU
 from lmcache_core.namespace import Namespace
 from lmcache_core.node import Node
-from lmcache_core.pins import Pins
+from lmcache_core.pins import Pins, Unpinned
 from lmcache_core.statistics import node_stats, space_stats
 
 PLANNED = 64
@@ -420,6 +420,10 @@ class DirectClient:
 
     def unpin(self, model: Model, keys: Sequence[bytes]) -> int:
         """See `Client`."""
+        return self.unpin_one(model, keys).pages
+
+    def unpin_one(self, model: Model, keys: Sequence[bytes]) -> Unpinned:
+        """As `unpin`, with what is left."""
         check_keys(keys)
         with self._guard.turn, self._guard.mutex:
             return self._pins.remove(self._guard.use(), (_spaces(model)[0].digest, *keys))

@@ -112,6 +112,8 @@ class Node:
         """Pins that outlive the client that asked for them. Guarded by the mutex."""
         self.drained = threading.Event()
         """Set when a client has asked the node to end and what was queued is written."""
+        self.standalone = False
+        """Its process has nothing else to do, and ends when it is drained."""
         self.servers: list[Server] = []
         """Serve others until the node is closed; the last one is closed first."""
         _nodes.add(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 from lmcache_core.errors import UsageError
 from lmcache_core.index import Entry, Index
@@ -21,6 +22,15 @@ Name = tuple[bytes, ...]
 """Digest of a space, and the keys of a prompt."""
 
 
+class Unpinned(NamedTuple):
+    """Outcome of an unpin: pages of chunks that are pinned no longer, how often the prompt is still pinned by the same
+    owner, and whether it had been."""
+
+    pages: int
+    left: int
+    was: bool
+
+
 class Pins:
     """Pins of one client. What each has found is kept: what is found when it ends may be something else. Guarded by the
     mutex."""
@@ -34,17 +44,18 @@ class Pins:
             index.pin(piece.entry for piece in found.pieces)
             self._found.setdefault(name, []).append(found)
 
-    def remove(self, index: Index, name: Name) -> int:
-        """Undo one `add`. Returns the pages that are pinned no longer."""
+    def remove(self, index: Index, name: Name) -> Unpinned:
+        """Undo one `add`."""
         pins = self._found.get(name)
         if pins is None:
-            return 0
+            return Unpinned(0, 0, False)
         pieces = pins.pop().pieces
         if not pins:
             del self._found[name]
-        freed = sum(piece.pages for piece in pieces if piece.entry.pins == 1 and piece.group == 0)
+        last = [piece for piece in pieces if piece.entry.pins == 1 and piece.entry in index.pinned]
+        freed = sum(piece.pages for piece in last if piece.group == 0)
         index.unpin(piece.entry for piece in pieces)
-        return freed
+        return Unpinned(freed, len(pins), True)
 
     def clear(self, index: Index) -> int:
         """Undo all. Returns how many chunks are pinned no longer."""
@@ -70,7 +81,7 @@ class KeptPins(Pins):
         super().add(index, name, found)
         self._entries.update(piece.entry for piece in found.pieces)
 
-    def remove(self, index: Index, name: Name) -> int:
+    def remove(self, index: Index, name: Name) -> Unpinned:
         """See `Pins`."""
         for piece in self._found[name][-1].pieces if name in self._found else ():
             self._entries[piece.entry] -= 1

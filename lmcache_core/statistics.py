@@ -57,6 +57,7 @@ def node_stats(node: Node, bits: Mapping[str, int]) -> Stats:
                 for owner in index.owners.values()
             ],
             KeptStats(len(kept), sum(entry.nbytes for entry in kept), node.kept.room(index)[0]),
+            node.standalone,
         )
 
 

@@ -6,6 +6,7 @@ import argparse
 
 from lmcache_core.cli.output import add_json_option, print_json, print_note
 from lmcache_core.cli.running import add_node_options, add_timeout_option, connected, timeout_of
+from lmcache_core.units import format_duration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,14 +21,20 @@ def run(arguments: argparse.Namespace) -> int:
     """Have a node write what is queued and end. The exit code is 1 if not all was written in time."""
     limit = timeout_of(arguments)
     with connected(arguments) as (client, _):
+        ends, engine = client.stats().standalone, client.node_pid
         try:
             written = client.drain(limit)
         except TimeoutError:  # it does not even answer
             written = False
-    if arguments.json:
-        print_json({"socket": client.path, "written": written})
-    elif written:
-        print(f"the node at {client.path} has written everything; it ends, or stays frozen inside an engine")
+    if ends:
+        then = "it ends"
     else:
-        print_note(f"the node at {client.path} has not written everything within {arguments.timeout}")
+        process = f" (process {engine})" if engine else ""
+        then = f"it stays frozen inside its engine{process} until: lmcache-core freeze --off --socket {client.path}"
+    if arguments.json:
+        print_json({"socket": client.path, "written": written, "ends": ends})
+    elif written:
+        print(f"the node at {client.path} has written everything; {then}")
+    else:
+        print_note(f"the node at {client.path} has not written everything within {format_duration(limit)}; {then}")
     return 0 if written else 1

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.progress import Progress
 
 __all__ = [
@@ -118,6 +118,25 @@ class Page(NamedTuple):
         for columns, rows in self.tables:
             parts += ["", _boxed(columns, _visible_cells(rows), width)]
         return Group(*parts)
+
+    def fitted(self, console: Console) -> RenderableType:
+        """What that terminal shows at a time."""
+        return _cut(console, self.drawn(console.width))
+
+
+def _cut(console: Console, whole: RenderableType) -> RenderableType:
+    """As many of its lines as the terminal has, the last of which says how many more there are."""
+    from rich.console import Group
+    from rich.segment import Segment, Segments
+    from rich.text import Text
+
+    lines = console.render_lines(whole, pad=False)
+    if len(lines) <= console.height:
+        return whole
+    left = len(lines) - console.height + 1
+    shown = [[*line, Segment.line()] for line in lines[: console.height - 1]]
+    more = Text(f"... {left} more lines; a higher terminal shows them", no_wrap=True, overflow="ellipsis")
+    return Group(Segments([segment for line in shown for segment in line]), more)
 
 
 def _aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from concurrent.futures import CancelledError
 
-from lmcache_core.cli.output import add_json_option, print_json, visible
+from lmcache_core.cli.output import add_json_option, print_json, print_note, visible
 from lmcache_core.cli.prompts import add_prompt_options, at_node
 from lmcache_core.cli.running import add_timeout_option, not_there, timeout_of
+from lmcache_core.units import format_duration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Bring what can be restored of a prompt to a tier. The exit code is 1 if that takes longer than the timeout."""
+    """Bring what can be restored of a prompt to a tier. The exit code is 1 if that is nothing, or takes longer than the
+    timeout."""
     limit = timeout_of(arguments)
     with at_node(arguments) as at:
         model = at.client.register(at.cache.namespace)
@@ -44,7 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(at.told() | {"destination": arguments.to, "there": tokens, "late": late})
     elif late:
-        print(visible(f"it is not all on {arguments.to} within {arguments.timeout}; it goes on"))
+        print(visible(f"it is not all on {arguments.to} within {format_duration(limit)}; it goes on"))
+    elif not tokens:
+        print_note(f"nothing of this prompt is there to be brought to {arguments.to}")
     else:
         print(visible(f"{tokens} of {at.prompt.tokens} tokens are on {arguments.to}"))
-    return 1 if late else 0
+    return 0 if tokens else 1

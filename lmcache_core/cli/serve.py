@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = socket_path(arguments.socket or config.socket or AUTO)
     config = msgspec.structs.replace(config, socket=path)
     with build_node(config) as node:
+        node.standalone = True
 
         def told(number: int, frame: FrameType | None) -> None:
             node.drained.set()

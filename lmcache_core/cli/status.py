@@ -118,7 +118,7 @@ def _watch(client: RemoteClient, config: Config, *, as_json: bool) -> None:
 
         def draw(path: str, seen: Seen | None, before: Seen | None, why: str) -> None:
             shown = _absence(path, why) if seen is None else page(path, seen, before)
-            live.update(shown.drawn(console.width), refresh=True)
+            live.update(shown.fitted(console), refresh=True)
 
         _follow(client, config, draw)
 
@@ -318,17 +318,30 @@ def plain(path: str, seen: Seen, before: Seen | None) -> dict[str, object]:
         "interval": interval,
         "tiers": [
             {
-                "name": tier.name,
-                "backend": tier.backend,
-                "up": tier.up,
-                "why": tier.why or None,
-                "used": tier.used,
-                "capacity": tier.capacity,
-                "chunks": tier.chunks,
-                "queued": tier.queued,
-                "quarantined": tier.quarantined,
-            }
-            for tier in stats.tiers
+                "name": "cpu",
+                "backend": None,
+                "up": True,
+                "why": None,
+                "used": stats.pool_used,
+                "capacity": stats.pool_capacity,
+                "chunks": stats.chunks,
+                "queued": 0,
+                "quarantined": 0,
+            },
+            *(
+                {
+                    "name": tier.name,
+                    "backend": tier.backend,
+                    "up": tier.up,
+                    "why": tier.why or None,
+                    "used": tier.used,
+                    "capacity": tier.capacity,
+                    "chunks": tier.chunks,
+                    "queued": tier.queued,
+                    "quarantined": tier.quarantined,
+                }
+                for tier in stats.tiers
+            ),
         ],
         "clients": [
             {

@@ -31,9 +31,17 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     with at_node(arguments) as at:
         model = at.client.register(at.cache.namespace)
-        tokens = at.client.unpin(model, at.prompt.keys, kept=True) * at.cache.page_tokens
+        undone = at.client.unpin_one(model, at.prompt.keys, kept=True)
+    tokens = undone.pages * at.cache.page_tokens
     if arguments.json:
-        print_json(at.told() | {"unpinned": tokens})
+        print_json(at.told() | {"unpinned": tokens, "left": undone.left})
+    elif not undone.was:
+        print("this prompt was not pinned by `lmcache-core pin`")
     else:
-        print(f"{tokens} of {at.prompt.tokens} tokens are pinned no longer")
+        left = f"; this prompt is still pinned {_times(undone.left)}" if undone.left else ""
+        print(f"{tokens} of {at.prompt.tokens} tokens are pinned no longer{left}")
     return 0
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"

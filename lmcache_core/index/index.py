@@ -397,8 +397,8 @@ class Index(Loading):
         """Undo `pin`; returns how many chunks are pinned no longer."""
         freed = 0
         for entry in entries:
-            if not entry.pins:
-                continue
+            if entry not in self.pinned:
+                continue  # it has gone
             entry.pins -= 1
             if not entry.pins:
                 freed += 1
@@ -413,12 +413,8 @@ class Index(Loading):
 
     def clear(self, entries: Iterable[Entry], places: int) -> int:
         """Take chunks out of `places`, pinned and leased ones too, but for those that have gone since they were listed.
-        Returns how many left."""
-        there = [entry for entry in entries if entry.space.chunks.get(entry.key) is entry]
-        if places & POOL:
-            for entry in there:
-                self.unpin([entry] * entry.pins)
-        return self.remove(there, places)
+        What is still elsewhere stays pinned there. Returns how many left."""
+        return self.remove([entry for entry in entries if entry.space.chunks.get(entry.key) is entry], places)
 
 
 __all__ = ["CPU", "EVERYWHERE", "Index"]

@@ -41,6 +41,7 @@ from lmcache_core.config import Config
 from lmcache_core.errors import BackendError, ClosedError, LayoutError, UsageError
 from lmcache_core.namespace import Namespace
 from lmcache_core.node import FORKED
+from lmcache_core.pins import Unpinned
 from lmcache_core.ratelog import RateLog
 from lmcache_core.service import wire
 from lmcache_core.service.link import ABSENT, Link, LinkDown
@@ -398,10 +399,18 @@ class RemoteClient:
 
     def unpin(self, model: Model, keys: Sequence[bytes], *, kept: bool = False) -> int:
         """See `Client`. Of the pins that are `kept`, whoever asked for them."""
+        return self.unpin_one(model, keys, kept=kept).pages
 
-        def ask(link: Link) -> int:
-            request = wire.Unpin(self._number(link, model), _joined(keys), kept)
-            return link.call(request, wire.Number).value
+    def unpin_one(self, model: Model, keys: Sequence[bytes], *, kept: bool = False) -> Unpinned:
+        """As `unpin`, with what is left.
+
+        Raises:
+            BackendError: The node is not there.
+        """
+
+        def ask(link: Link) -> Unpinned:
+            got = link.call(wire.Unpin(self._number(link, model), _joined(keys), kept), wire.Unpinned)
+            return Unpinned(got.pages, got.left, got.was)
 
         return self._ask(ask)
 

@@ -358,7 +358,7 @@ class Session:
         pinner = self._keeper if request.kept else self._client
         if request.model is None:
             return wire.Number(pinner.unpin_all())
-        return wire.Number(pinner.unpin(self._model(request.model), wire.split_keys(request.keys)))
+        return wire.Unpinned(*pinner.unpin_one(self._model(request.model), wire.split_keys(request.keys)))
 
     def _evict(self, request: wire.Evict) -> wire.Answer:
         keys = wire.split_keys(request.keys)

@@ -154,7 +154,7 @@ class Pin(_Message, tag=11):
 
 
 class Unpin(_Message, tag=12):
-    """Answered by `Number`, of pages. Without a model it undoes all pins of one kind; the number is of chunks then."""
+    """Answered by `Unpinned`. Without a model it undoes all pins of one kind; answered by `Number`, of chunks."""
 
     model: int | None
     keys: bytes
@@ -369,6 +369,17 @@ class Clients(_Message, tag=113):
     clients: tuple[ClientStats, ...]
 
 
+class Unpinned(_Message, tag=114):
+    """Answer to `Unpin` of one prompt."""
+
+    pages: int
+    """Of chunks that are pinned no longer."""
+    left: int
+    """How often the prompt is still pinned."""
+    was: bool
+    """It had been pinned."""
+
+
 class Done(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """A ticket's value, on the second socket."""
 
@@ -406,7 +417,9 @@ Request: TypeAlias = (
     | Drain
     | EndStore
 )
-Answer: TypeAlias = Welcome | Failed | Number | Boundary | Held | Grants | Rooms | Finished | Report | Clients
+Answer: TypeAlias = (
+    Welcome | Failed | Number | Boundary | Held | Grants | Rooms | Finished | Report | Clients | Unpinned
+)
 CASTS = (Consume, Release, Filled, Count, DropStore, EndStore)
 
 _encoder = msgspec.msgpack.Encoder()

@@ -107,6 +107,8 @@ def test_a_prefetch_that_takes_too_long_goes_on(run: Run, tmp_path: Path, prompt
         late = run("prefetch", prompt, "--socket", path, "--timeout", "50ms")
         assert (late.code, late.out) == (1, "it is not all on cpu within 50ms; it goes on\n")
         assert cache.lookup(tokens).tiers == {"slow": 48}
+        at_once = run("prefetch", prompt, "--socket", path, "--timeout", "0")
+        assert (at_once.code, at_once.out) == (1, "it is not all on cpu within 0s; it goes on\n")
         shelf.go_on.set()
         until(lambda: cache.lookup(tokens).tiers == {"cpu": 48})
 
@@ -134,7 +136,16 @@ def test_a_pin_outlives_its_command_and_unpin_undoes_it(run: Run, node: AtWork, 
     said = run("evict", prompt, "--socket", node.socket)
     assert said.out == "0 chunks evicted; 48 tokens stay, pinned or in use\n"
     assert ask(run, node, "pin", prompt)["pinned"] == 48
-    assert [ask(run, node, "unpin", prompt)["unpinned"] for _ in range(3)] == [0, 48, 0], "as often as it was pinned"
+    undone = [ask(run, node, "unpin", prompt) for _ in range(3)]
+    assert [(each["unpinned"], each["left"]) for each in undone] == [(0, 1), (48, 0), (0, 0)]
+    for _ in range(3):
+        ask(run, node, "pin", prompt)
+    assert [run("unpin", prompt, "--socket", node.socket).out for _ in range(4)] == [
+        "0 of 50 tokens are pinned no longer; this prompt is still pinned 2 times\n",
+        "0 of 50 tokens are pinned no longer; this prompt is still pinned once\n",
+        "48 of 50 tokens are pinned no longer\n",
+        "this prompt was not pinned by `lmcache-core pin`\n",
+    ]
     gone = ask(run, node, "evict", prompt)
     assert (gone["chunks"], gone["left"]) == (3, 0)
     assert tiers(run, node, prompt) == {"cpu": (0, 0), "disk": (0, 0)}
@@ -159,6 +170,13 @@ def test_a_pin_of_nothing_is_a_problem(run: Run, node: AtWork, prompt: Path) -> 
     assert pinned.err == "nothing of this prompt is there to be pinned\n"
 
 
+def test_a_prefetch_of_nothing_is_a_problem(run: Run, node: AtWork, prompt: Path) -> None:
+    node.fill(prompt_of(2, 1))
+    brought = run("prefetch", prompt, "--socket", node.socket)
+    assert (brought.code, brought.out) == (1, "")
+    assert brought.err == "nothing of this prompt is there to be brought to cpu\n"
+
+
 def test_a_frozen_node_stores_nothing_until_it_is_told_to(run: Run, node: AtWork) -> None:
     node.fill(prompt_of(1, 1))
     assert ask(run, node, "freeze") == {"socket": str(node.socket), "frozen": True}
@@ -173,7 +191,11 @@ def test_a_frozen_node_stores_nothing_until_it_is_told_to(run: Run, node: AtWork
 def test_a_drained_process_has_written_everything_and_ends(run: Run, process: AtWork) -> None:
     with process.engine() as cache:
         cache.store(prompt_of(1, 3), View(48, seed=1))
-        assert ask(run, process, "drain") == {"socket": str(process.socket), "written": True}
+        assert ask(run, process, "drain") == {
+            "socket": str(process.socket),
+            "written": True,
+            "ends": True,
+        }
     until(lambda: not process.socket.exists())
     assert len(list(inspect_path(process.disk).entries())) == 3
     again = run("drain", "--socket", process.socket)
@@ -183,7 +205,12 @@ def test_a_drained_process_has_written_everything_and_ends(run: Run, process: At
 
 def test_a_drained_engine_goes_on_frozen(run: Run, embedded: AtWork) -> None:
     embedded.fill(prompt_of(1, 1))
-    assert ask(run, embedded, "drain", "--timeout", "5s")["written"]
+    drained = ask(run, embedded, "drain", "--timeout", "5s")
+    assert (drained["written"], drained["ends"]) == (True, False)
+    assert run("drain", "--socket", embedded.socket).out == (
+        f"the node at {embedded.socket} has written everything; it stays frozen inside its engine (process "
+        f"{embedded.pid}) until: lmcache-core freeze --off --socket {embedded.socket}\n"
+    )
     assert ask(run, embedded, "status")["frozen"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from lmcache_core import Cache
 from lmcache_core.cli.output import Page
@@ -59,6 +61,17 @@ def test_status_in_json_is_what_happened(run: Run, node: AtWork) -> None:
     assert status["interval"] is None
     assert status["tiers"] == [
         {
+            "name": "cpu",
+            "backend": None,
+            "up": True,
+            "why": None,
+            "used": 4 * FRAME_BYTES,
+            "capacity": POOL,
+            "chunks": 4,
+            "queued": 0,
+            "quarantined": 0,
+        },
+        {
             "name": "disk",
             "backend": "disk",
             "up": True,
@@ -68,7 +81,7 @@ def test_status_in_json_is_what_happened(run: Run, node: AtWork) -> None:
             "chunks": 4,
             "queued": 0,
             "quarantined": 0,
-        }
+        },
     ]
     (client_told,) = status["clients"]
     assert {**client_told, "seconds": 0} == {
@@ -149,7 +162,7 @@ def test_a_tier_that_is_down_is_a_problem(run: Run, tmp_path: Path) -> None:
         assert re.search(r"^blocked  down ", shown.out, flags=re.MULTILINE)
         why = f"disk: {blocked}: Too many levels of symbolic links; a symbolic link is in the way"
         assert shown.lines[2].startswith(f"down     blocked: {why}")
-        tier = run("status", "--socket", path, "--json").json["tiers"][0]
+        tier = run("status", "--socket", path, "--json").json["tiers"][1]
         assert (tier["up"], tier["why"].startswith(why)) == (False, True)
 
 
@@ -187,6 +200,45 @@ def seen(looked_up: int, found: dict[str, int], pid: int = 1, clients: int = 2, 
         for n in range(namespaces)
     ]
     return Seen(10.0, pid, stats, told, known)
+
+
+def documented() -> dict[str, list[str]]:
+    """Keys that docs/cli.md tells of, by the object that has them."""
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    _, _, table = text.partition("| in JSON | keys |\n")
+    rows = re.findall(r"^\| (.*?) \| (.*) \|$", table.partition("\n\n")[0], flags=re.MULTILINE)[1:]
+    return {name.strip("`"): re.findall(r"`(\w+)`", keys) for name, keys in rows}
+
+
+def test_the_keys_of_status_in_json_are_documented(run: Run, process: AtWork) -> None:
+    process.fill(prompt_of(1, 1), tenant="team")
+    with process.engine():
+        status = run("status", "--socket", process.socket, "--json").json
+    found = {"the whole": list(status)}
+    for key in ("pool", "kept", "hits"):
+        found[key] = list(status[key])
+    for key in ("tiers", "clients", "owners", "namespaces"):
+        found[key] = list(status[key][0])
+    told = documented()
+    interval = told.pop("interval")
+    assert told == found
+    assert interval == ["seconds", *found["hits"]]
+
+
+def on_terminal(height: int) -> list[str]:
+    """Lines that a terminal of that height shows of a node."""
+    out = io.StringIO()
+    console = Console(file=out, width=80, height=height, force_terminal=True, color_system=None)
+    console.print(page("/run/node.sock", seen(10, {"cpu": 5}), None).fitted(console))
+    return [line.rstrip() for line in out.getvalue().rstrip("\n").split("\n")]
+
+
+def test_a_small_terminal_says_what_it_does_not_show() -> None:
+    whole = on_terminal(200)
+    assert len(whole) > 20
+    assert on_terminal(len(whole)) == whole
+    small = on_terminal(8)
+    assert small == [*whole[:7], f"... {len(whole) - 7} more lines; a higher terminal shows them"]
 
 
 def test_hits_of_an_interval() -> None:
@@ -292,7 +344,7 @@ def test_a_node_is_followed_when_it_dies_and_comes_back(tmp_path: Path) -> None:
             first.kill()
             assert "there is no node at" in watched.until(up=False)["why"]
         with serving(tmp_path, **config) as (second, _):
-            assert watched.until(up=True, pid=second.process.pid)["tiers"][0]["chunks"] == 3
+            assert watched.until(up=True, pid=second.process.pid)["tiers"][1]["chunks"] == 3
             second.freeze()
             assert "does not answer within 5s" in watched.until(up=False)["why"]
             second.process.send_signal(signal.SIGCONT)

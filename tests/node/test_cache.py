@@ -268,6 +268,36 @@ def test_a_request_counts_as_one_lookup_however_it_is_made() -> None:
         assert counted()["lookups"] == {"retrieve": 3, "lookup": 2}
 
 
+def test_a_pin_of_another_outlives_a_clear_of_memory_and_an_unpin() -> None:
+    with open_cache(memory()) as cache:
+        other = Cache(DirectClient(cache.client.node), namespace())  # type: ignore[attr-defined]
+        assert store(cache, "abcd")
+        cache.pin(tokens("abcd"))
+        assert cache.clear(["cpu"]) == 1
+        assert cache.stats().pinned == 1, "it is still on a tier"
+        other.pin(tokens("abcd"))
+        assert cache.unpin(tokens("abcd")) == 0, "the other's pin holds it"
+        assert other.evict(tokens("abcd")) == 0
+        assert other.unpin(tokens("abcd")) == 4 * PAGE_TOKENS
+        assert other.evict(tokens("abcd")) == 1
+        at_rest(cache)
+
+
+def test_a_clear_of_all_tiers_ends_pins() -> None:
+    with open_cache(memory()) as cache:
+        other = Cache(DirectClient(cache.client.node), namespace())  # type: ignore[attr-defined]
+        assert store(cache, "abcd")
+        cache.pin(tokens("abcd"))
+        assert cache.clear() == 1
+        assert cache.stats().pinned == 0
+        assert store(cache, "abcd")
+        other.pin(tokens("abcd"))
+        assert cache.unpin(tokens("abcd")) == 0, "what it had pinned has gone"
+        assert other.evict(tokens("abcd")) == 0, "the other's pin is of what is there now"
+        other.unpin(tokens("abcd"))
+        at_rest(cache)
+
+
 def test_clear_leaves_other_models_alone() -> None:
     with open_cache() as cache:
         other = Cache(cache.client, namespace(weights="other"))
