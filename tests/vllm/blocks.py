@@ -75,7 +75,7 @@ def blocks_before_and_after(inside: Inside, asked: list[int], other: list[int], 
     with Watch(inside) as watch:
         (first,) = inside.generate([asked])
         inside.forget()
-        inside.generate([other], lmcache_skip_store=True)
+        inside.generate([other], store=False)
         inside.forget()
         watch.poison()
         (second,) = inside.generate([asked])
@@ -98,7 +98,7 @@ def own_blocks_under_a_hit(inside: Inside, asked: list[int], start: list[int], o
     inside.forget()
     with Watch(inside) as watch:
         watch.poison()
-        inside.generate([start], lmcache_skip_load=True)
+        inside.generate([start], load=False)
         (answer,) = inside.generate([asked])
     kept = changed = 0
     for number in range(len(watch.kinds)):

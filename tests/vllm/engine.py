@@ -101,7 +101,7 @@ class Inside:
     def generate(
         self, prompts: Sequence[Sequence[int]], tokens: int = 8, *, salt: str | None = None, **params: Any
     ) -> list[Answer]:
-        """Answer prompts, all of them together."""
+        """Answer prompts, all of them together; `params` are what a request may ask of the cache."""
         sampling = _sampling(tokens, params)
         asked: list[Any] = [{"prompt_token_ids": list(each)} for each in prompts]
         if salt is not None:
@@ -184,7 +184,7 @@ def _sampling(tokens: int, params: Mapping[str, Any]) -> Any:
         ignore_eos=True,
         logprobs=1,
         detokenize=False,
-        extra_args={"kv_transfer_params": dict(params)} if params else None,
+        extra_args={"kv_transfer_params": {"lmcache_core": dict(params)}} if params else None,
     )
 
 

@@ -113,14 +113,17 @@ def test_a_request_finds_what_another_has_just_stored(engine: Case, plain: Plain
     assert both[0].cached == 900 // engine.page * engine.page
 
 
-def test_a_request_may_stay_out_of_the_cache(engine: Case) -> None:
-    assert engine.generate([APART], lmcache_skip_store=True)[0].cached == 0
-    engine.run(Inside.forget)
-    assert engine.generate([APART])[0].cached == 0
-    engine.run(Inside.forget)
-    assert engine.generate([APART], lmcache_skip_load=True)[0].cached == 0
-    engine.run(Inside.forget)
-    assert engine.generate([APART])[0].cached == 512
+def test_a_request_may_ask_for_less(engine: Case) -> None:
+    asked: list[tuple[dict[str, Any], int]] = [
+        ({"store": False}, 0),
+        ({}, 0),
+        ({"load": False}, 0),
+        ({"max_load_tokens": 300}, 256),
+        ({}, 512),
+    ]
+    for params, cached in asked:
+        assert (params, engine.generate([APART], **params)[0].cached) == (params, cached)
+        engine.run(Inside.forget)
 
 
 def test_a_tenant_finds_its_own_only(engine: Case, plain: Plain) -> None:
