@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
+import msgspec
 import torch
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -186,7 +187,12 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         adapter = None if lora is None else f"{lora.lora_name} {adapter_digest(lora.lora_path)}"
         marks = Marks(salt=(self._salt, request.cache_salt or ""), **identity.marks_of(request, adapter))
         usable = getattr(request, "prompt_embeds", None) is None and not getattr(request, "resumable", False)
-        scheduler.begin(request, marks, read_request_options(request.kv_transfer_params), usable=usable)
+        wanted = read_request_options(request.kv_transfer_params)
+        config = self._kv_transfer_config
+        wanted = msgspec.structs.replace(
+            wanted, load=wanted.load and config.is_kv_consumer, store=wanted.store and config.is_kv_producer
+        )
+        scheduler.begin(request, marks, wanted, usable=usable)
 
     @_guarded((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -209,8 +215,10 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         assert scheduler is not None
         state = scheduler_output.kv_connector_block_state
         loads = scheduler.take_loads()  # whatever goes wrong: the engine waits for these
+        # What another connector loads within the step may be lost, and what is computed behind it is nonsense then.
+        foreign = scheduler_output.has_sync_kv_loads and not any(load.now for load in loads)
         try:
-            step = scheduler.step(scheduler_output.num_scheduled_tokens, state.get_block_ids)
+            step = scheduler.step(scheduler_output.num_scheduled_tokens, state.get_block_ids, save=not foreign)
         except Exception as error:  # noqa: BLE001  no fault of ours may reach the engine
             self._fault("build_connector_meta", error)
             step = Step(scheduler.page_tokens)

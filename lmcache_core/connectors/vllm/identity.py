@@ -22,6 +22,8 @@ __all__ = ["GroupSpec", "block_tokens", "describe_engine", "group_specs", "refus
 
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 WINDOW = ("SlidingWindowSpec",)
+WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+"""Methods of speculative decoding that have no cache of their own."""
 MOVING_ROPES = ("longrope", "dynamic")
 NOT_NUMBERS = frozenset(
     {
@@ -139,6 +141,13 @@ def refusals(vllm_config: Any) -> Iterator[str]:
             yield f"{what} is not supported yet; set {name} to 1"
     if getattr(parallel, "nnodes", 1) > 1:
         yield "an engine over several hosts is not supported yet"
+    speculative = getattr(vllm_config, "speculative_config", None)
+    method = None if speculative is None else str(getattr(speculative, "method", ""))
+    if method is not None and method not in WITHOUT_CACHE:
+        yield (
+            f"speculative decoding by {method!r} keeps KV of its own, which is not supported yet; use one of "
+            f"{', '.join(WITHOUT_CACHE)}, or none"
+        )
     if vllm_config.model_config.is_encoder_decoder:
         yield "KV of an encoder-decoder depends on another input as well"
 

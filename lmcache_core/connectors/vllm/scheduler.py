@@ -180,6 +180,8 @@ class SchedulerSide:
         tracked.loading = True
         tracked.saved = held.pages
         self._learn_pages(tracked, pages)
+        ids = self._blocks(blocks, first, pages)
+        self._lost.difference_update(ids[0])  # if that fails, it is said again
         self._loads.append(
             Load(
                 request_id,
@@ -187,7 +189,7 @@ class SchedulerSide:
                 first,
                 pages,
                 tracked.local - first * self.page_tokens,
-                self._blocks(blocks, first, pages),
+                ids,
                 tracked.now,
                 tracked.patience,
             )
@@ -210,14 +212,21 @@ class SchedulerSide:
         loads, self._loads = self._loads, []
         return loads
 
-    def step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[Sequence[int]] | None]) -> Step:
-        """What the workers shall do in a step that computes so many tokens of these requests."""
+    def step(
+        self,
+        scheduled: Mapping[str, int],
+        blocks_of: Callable[[str], Sequence[Sequence[int]] | None],
+        *,
+        save: bool = True,
+    ) -> Step:
+        """What the workers shall do in a step that computes so many tokens of these requests. Without `save` nothing is
+        stored behind it; what it completes is stored behind a later one."""
         step = Step(self.page_tokens, known=self._facts is not None)
         if scheduled:
             self._may_wait = self._may_wait and not self._in_flight  # whatever was said: this engine plans ahead
             self._in_flight += 1
             step.prefill_tokens, step.context_tokens = self._prefill(scheduled)
-        if self._model is not None and not self._off:
+        if self._model is not None and not self._off and save:
             for request_id, tokens in scheduled.items():
                 tracked = self._requests.get(request_id)
                 if self._lost and tracked is not None and self._goes_on_from_nonsense(tracked, tokens, blocks_of):
