@@ -42,8 +42,8 @@ from lmcache_core.statistics import node_stats, space_stats
 PLANNED = 64
 """Chunks of a store that are planned in one turn."""
 PAUSE = 0.0005
-"""Seconds between the turns of a clear: the mutex is nobody's by right, and whoever has let go of it takes it again
-before one who waits for it is awake."""
+"""Seconds between the turns of a clear or a long store: the mutex is nobody's by right, and whoever has let go of it
+takes it again before one who waits for it is awake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,17 @@ class _Looked:
 
 class DirectClient:
     """See `Client`. Closing it closes the node if it `owns` it. By default its tenant is the node's, and its pins are
-    its own."""
+    its own. If it `pauses`, a long store of it lets others have their turns; its threads must be its own then."""
 
     def __init__(
-        self, node: Node, *, owns: bool = False, shard: int = 0, tenant: str | None = None, pins: Pins | None = None
+        self,
+        node: Node,
+        *,
+        owns: bool = False,
+        shard: int = 0,
+        tenant: str | None = None,
+        pins: Pins | None = None,
+        pauses: bool = False,
     ) -> None:
         self.node = node
         self.shard = shard
@@ -93,6 +100,7 @@ class DirectClient:
         self.page_tokens = node.config.page_tokens
         self.retention_tokens = node.config.retention_tokens
         self._owns = owns
+        self._pauses = pauses
         self._bits = {CPU: POOL} | {tier.name: tier_bit(n) for n, tier in enumerate(node.config.tiers)}
         self._names = {bit: name for name, bit in self._bits.items()}
         self._pins = Pins() if pins is None else pins
@@ -106,6 +114,13 @@ class DirectClient:
     def register(self, namespace: Namespace) -> DirectModel:
         """See `Client`."""
         return DirectModel(namespace, self.node.register(namespace))
+
+    def check_places(self, places: Sequence[str] | None) -> None:
+        """
+        Raises:
+            ConfigError: One of them is no tier of this node.
+        """
+        self._mask(places)
 
     def _mask(self, places: Sequence[str] | None) -> int:
         check_places(places)
@@ -249,6 +264,8 @@ class DirectClient:
             plan = index.plan_store(spaces, keys, at, first_page, mask, PLANNED, self.tenant)
             filling = Filling(plan, shard, self._later_finish, joined=False)
         while plan.rest:  # of a long store, so that others get the mutex in between
+            if self._pauses:
+                time.sleep(PAUSE)
             with self._guard.turn, self._guard.mutex:
                 self._guard.use().plan_more(plan, PLANNED)
         return Storing(rooms_of(filling), plan.present, plan.dropped, filling)

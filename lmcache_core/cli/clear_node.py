@@ -112,10 +112,14 @@ def clear_node(client: RemoteClient, known: Known | None, shares: Sequence[Share
     """Delete them, pinned and leased ones too. Returns how much was there, by tier.
 
     Raises:
-        LMCacheError: The node has gone.
+        LMCacheError: The node has gone, or is not done in time.
     """
     model = None if known is None else client.register(registered(known))
     # Tiers first: a chunk that is in memory alone is not written to them in between.
     cleared = [Share(each.tier, client.clear(model, [each.tier]), each.nbytes) for each in reversed(shares)]
-    client.flush(FLUSH_TIMEOUT)
+    if not client.flush(FLUSH_TIMEOUT):
+        raise BackendError(
+            f"nobody finds the chunks any more, but not all are deleted on tiers after {FLUSH_TIMEOUT:g} s; the node "
+            f"at {client.path} goes on; clear again to be sure"
+        )
     return cleared[::-1]

@@ -10,6 +10,7 @@ from lmcache_core.cli.output import Column, add_json_option, print_error, print_
 from lmcache_core.config import LoadedConfig, load_config, migrate, schema, show
 from lmcache_core.config.document import MAX_BYTES
 from lmcache_core.errors import ConfigError, LMCacheError
+from lmcache_core.service.address import socket_path
 from lmcache_core.units import format_size
 
 
@@ -55,14 +56,18 @@ def run_check(arguments: argparse.Namespace) -> int:
     warnings = [] if loaded is None else _warnings(loaded)
     if arguments.json:
         name = arguments.file if loaded is None else loaded.provenance.name
-        print_json({"file": name, "valid": problem is None, "error": problem, "warnings": warnings})
+        connect = (loaded and loaded.config.connect) or None
+        told = {"file": name, "valid": problem is None, "error": problem, "warnings": warnings}
+        print_json(told | {"connect": connect and socket_path(connect)})
     elif loaded is None:
         print_error(str(problem))
     else:
         for warning in warnings:
             print_note(f"warning: {warning}")
+        connect = loaded.config.connect
         tiers = ", ".join(tier.name for tier in loaded.config.tiers) or "none"
-        print(visible(f"{loaded.provenance.name}: is valid; tiers: {tiers}; nothing was opened"))
+        what = f"uses the node at {socket_path(connect)} and its tiers" if connect else f"tiers: {tiers}"
+        print(visible(f"{loaded.provenance.name}: is valid; {what}; nothing was opened"))
     return 0 if problem is None else 1
 
 
@@ -71,7 +76,7 @@ def _warnings(loaded: LoadedConfig) -> list[str]:
     from lmcache_core.hostpool import available_memory  # imports what moves KV
 
     capacity, free = loaded.config.cpu.capacity, available_memory()
-    if free is None or capacity <= free:
+    if loaded.config.connect or free is None or capacity <= free:  # the memory is the node's then
         return []
     where = loaded.provenance.nearest(("cpu", "capacity"))
     return [

@@ -431,14 +431,20 @@ class RemoteClient:
         )
 
     def clear(self, model: Model | None = None, places: Sequence[str] | None = None) -> int:
-        """See `Client`."""
-        return self._ask(
-            lambda link: (
-                link.call(
-                    wire.Clear(None if model is None else self._number(link, model), _names(places)), wire.Number
-                ).value
-            )
-        )
+        """See `Client`. Takes as long as the node is there and at it.
+
+        Raises:
+            BackendError: The node is not there, or has gone before it was done.
+        """
+
+        def ask(link: Link) -> Future[int]:
+            request = wire.Clear(None if model is None else self._number(link, model), _names(places))
+            return link.ticket(link.call(request, wire.Number).value, int)
+
+        cleared = self._ask(ask).result()
+        if not cleared:
+            raise BackendError(f"the node at {self.path} has not ended the clear, some may be left; clear again")
+        return cleared - 1
 
     def count(self, name: str, label: str, amount: float = 1) -> None:
         """See `Client`."""

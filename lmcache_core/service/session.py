@@ -7,9 +7,11 @@ closes its socket when none of its threads can write to the pool any more. Only 
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -20,9 +22,11 @@ import msgspec
 from lmcache_core.client import Held, Model, Storing
 from lmcache_core.counts import COUNTERS
 from lmcache_core.direct import DirectClient
-from lmcache_core.errors import ClosedError, LMCacheError, UsageError
+from lmcache_core.errors import BackendError, ClosedError, LMCacheError, UsageError
 from lmcache_core.node import Node
 from lmcache_core.service import wire
+
+log = logging.getLogger(__name__)
 
 MOST_HELD = 4096
 """Leases and stores that one client may have at a time."""
@@ -64,7 +68,7 @@ class Session:
         self.admitted = False
         """It has said who it is and has a place. Set by whoever admits it."""
         self.pid, self.uid, self.gid = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        self._client = DirectClient(node)
+        self._client = DirectClient(node, pauses=True)
         self._keeper = keeper
         self._node = node
         self._all = all_of_them
@@ -79,6 +83,7 @@ class Session:
         self._stores: dict[int, Storing] = {}
         self._labels: set[str] = set()
         self._numbers = 0
+        self._cleared: Future[int] | None = None
         self._verbs: dict[type[msgspec.Struct], Callable[[Any], wire.Answer | None]] = {
             wire.Register: self._register,
             wire.Lookup: self._lookup,
@@ -238,6 +243,9 @@ class Session:
             value = int(done.result() or 0)
         except (CancelledError, LMCacheError, TimeoutError):
             value = 0
+        except Exception:  # a defect of ours
+            log.exception("what process %d waits for has failed", self.pid)
+            value = 0
         self._packet(ticket, value)
 
     def _packet(self, ticket: int, value: int) -> None:
@@ -366,7 +374,24 @@ class Session:
 
     def _clear(self, request: wire.Clear) -> wire.Answer:
         model = None if request.model is None else self._model(request.model)
-        return wire.Number(self._client.clear(model, request.places))
+        self._client.check_places(request.places)
+        if self._cleared is not None and not self._cleared.done():
+            raise UsageError("one client may clear once at a time; wait until that has ended")
+        cleared: Future[int] = Future()
+
+        def clear() -> None:
+            try:
+                cleared.set_result(1 + self._client.clear(model, request.places))
+            except BaseException as error:  # noqa: BLE001 whatever it is, nobody may wait for ever
+                cleared.set_exception(error)
+
+        # On a thread of its own: a million chunks take longer than a client waits for an answer.
+        try:
+            threading.Thread(target=clear, name=f"lmcache-clear-{self.pid}", daemon=True).start()
+        except RuntimeError as error:
+            raise BackendError(f"the node has no thread to clear with: {error}") from error
+        self._cleared = cleared
+        return wire.Number(self._ticket(cleared))
 
     def _count(self, request: wire.Count) -> None:
         known = request.name in COUNTERS and request.name in CLIENTS_COUNT

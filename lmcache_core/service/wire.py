@@ -171,7 +171,8 @@ class Evict(_Message, tag=13):
 
 
 class Clear(_Message, tag=14):
-    """Answered by `Number`, of chunks. Of all models without one."""
+    """Answered by `Number`, a ticket; its value is the number of chunks and 1 more, 0 if it could not be ended. Of all
+    models without one."""
 
     model: int | None
     places: tuple[str, ...] | None

@@ -34,7 +34,7 @@ def good(tmp_path: Path) -> Path:
 def test_check_accepts(run: Run, good: Path) -> None:
     checked = run("config", "check", good)
     assert (checked.code, checked.out, checked.err) == (0, f"{good}: is valid; tiers: disk; nothing was opened\n", "")
-    plain = {"file": str(good), "valid": True, "error": None, "warnings": []}
+    plain = {"file": str(good), "valid": True, "error": None, "warnings": [], "connect": None}
     assert run("config", "check", good, "--json").json == plain
 
 
@@ -57,6 +57,16 @@ def test_check_warns_of_a_pool_that_this_machine_cannot_hold(
     assert run("config", "check", good, "--json").json["warnings"] == [f"{warning} would not start"]
 
 
+def test_check_says_whose_node_a_client_uses(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_core.hostpool.available_memory", lambda: 1)
+    file = tmp_path / "engine.yaml"
+    file.write_text("connect: /run/node.sock\n")
+    checked = run("config", "check", file)
+    what = "is valid; uses the node at /run/node.sock and its tiers; nothing was opened"
+    assert (checked.code, checked.out, checked.err) == (0, f"{file}: {what}\n", "")
+    assert run("config", "check", file, "--json").json["connect"] == "/run/node.sock"
+
+
 def test_check_refuses_with_file_line_and_remedy(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(GOOD.replace("path:", "paht:"))
@@ -66,7 +76,7 @@ def test_check_refuses_with_file_line_and_remedy(run: Run, tmp_path: Path) -> No
     assert checked.err == f"lmcache-core: error: {problem}\n"
     as_json = run("config", "check", file, "--json")
     assert (as_json.code, as_json.err) == (1, "")
-    assert as_json.json == {"file": str(file), "valid": False, "error": problem, "warnings": []}
+    assert as_json.json == {"file": str(file), "valid": False, "error": problem, "warnings": [], "connect": None}
 
 
 def test_check_asks_the_backends_too(run: Run, tmp_path: Path) -> None:

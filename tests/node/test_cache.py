@@ -23,6 +23,7 @@ from lmcache_core import (
     Namespace,
     StoreResult,
     UsageError,
+    direct,
     guard,
 )
 from lmcache_core.config import Config
@@ -266,6 +267,19 @@ def test_a_request_counts_as_one_lookup_however_it_is_made() -> None:
         }
         retrieve(cache, "abcd")
         assert counted()["lookups"] == {"retrieve": 3, "lookup": 2}
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+def test_a_long_store_of_a_client_with_its_own_threads_lets_others_have_their_turns(
+    monkeypatch: pytest.MonkeyPatch, pauses: bool
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(direct, "PLANNED", 1)
+    monkeypatch.setattr("lmcache_core.direct.time.sleep", slept.append)
+    with open_cache(memory(), slots=16) as cache:
+        client = DirectClient(cache.client.node, pauses=pauses)  # type: ignore[attr-defined]
+        assert store(Cache(client, namespace()), "abcdefghijkl")
+    assert slept == [direct.PAUSE] * (2 if pauses else 0), "between three turns"
 
 
 def test_a_pin_of_another_outlives_a_clear_of_memory_and_an_unpin() -> None:

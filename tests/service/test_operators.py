@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +16,8 @@ from lmcache_core import Cache, pins
 from lmcache_core.cli import main
 from lmcache_core.client import KeptStats
 from lmcache_core.config import Config
-from lmcache_core.errors import BackendError, UsageError
+from lmcache_core.direct import DirectClient
+from lmcache_core.errors import BackendError, ConfigError, UsageError
 from lmcache_core.namespace import Namespace
 from lmcache_core.service import link, server, wire
 from lmcache_core.service.remote import RemoteClient
@@ -210,6 +214,57 @@ def test_kept_pins_are_bounded_and_those_of_what_is_gone_count_no_more(
     assert client.stats().kept.nbytes == CHUNK_FRAME
     assert client.unpin_kept() == 1
     at_rest(cache)
+    cache.close()
+
+
+class Held:
+    """A clear that waits until it may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        clear = DirectClient.clear
+
+        def wait(client: DirectClient, model: Any = None, places: Any = None) -> int:
+            self.entered.set()
+            assert self.go_on.wait(30)
+            return clear(client, model, places)
+
+        monkeypatch.setattr(DirectClient, "clear", wait)
+
+
+def test_a_clear_may_take_longer_than_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = open_served(tmp_path, Shelf(), slots=8, call_timeout=0.2)
+    client: RemoteClient = cache.client  # type: ignore[assignment]
+    assert store(cache, "abcdefgh")
+    held = Held(monkeypatch)
+    with ThreadPoolExecutor() as pool:
+        clearing = pool.submit(cache.clear)
+        assert held.entered.wait(10)
+        with pytest.raises(TimeoutError):
+            clearing.result(1.0)  # several deadlines, in which the node is asked whether it is there
+        assert cache.lookup(tokens("abcd")).tokens == 4 * PAGE_TOKENS, "others are answered meanwhile"
+        with pytest.raises(UsageError, match="one client may clear once at a time"):
+            client.clear()
+        held.go_on.set()
+        assert clearing.result(10) == 2
+    assert cache.lookup(tokens("abcd")).tokens == 0
+    with pytest.raises(ConfigError, match="there is no tier 'moon'"):
+        cache.clear(["moon"])
+    cache.close()
+
+
+def test_a_clear_that_does_not_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = open_served(tmp_path, Shelf(), slots=8)
+    served: Served = cache.client  # type: ignore[assignment]
+    assert store(cache, "abcd")
+    held = Held(monkeypatch)
+    with ThreadPoolExecutor() as pool:
+        clearing = pool.submit(cache.clear)
+        assert held.entered.wait(10)
+        served.server.sessions[0].stop()
+        with pytest.raises(BackendError, match="has not ended the clear, some may be left; clear again"):
+            clearing.result(10)
+        held.go_on.set()
     cache.close()
 
 
