@@ -261,6 +261,7 @@ def test_a_clear_that_does_not_end_is_an_error(tmp_path: Path, monkeypatch: pyte
     with ThreadPoolExecutor() as pool:
         clearing = pool.submit(cache.clear)
         assert held.entered.wait(10)
+        until(lambda: served._link is not None and bool(served._link._tickets))  # it has been answered
         served.server.sessions[0].stop()
         with pytest.raises(BackendError, match="has not ended the clear, some may be left; clear again"):
             clearing.result(10)
