@@ -31,9 +31,6 @@ CASES = [
     for side, name in METHODS
     for done, when in [(False, "instead"), (True, "afterwards")]
 ]
-TWICE = "the end of a load that goes on over steps is told twice"
-NOT_YET = {"within a step-worker ended instead": TWICE, "over steps-worker ended instead": TWICE}
-"""Cases that fail still, by their ids, and why."""
 
 
 @pytest.fixture(scope="module", params=["10s", 0], ids=["within a step", "over steps"])
@@ -46,12 +43,8 @@ def engine(request: pytest.FixtureRequest, models: Models) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize(("side", "name", "done"), CASES)
-def test_a_method_that_raises_costs_time_only(
-    engine: Engine, plain: Plain, side: str, name: str, done: bool, request: pytest.FixtureRequest
-) -> None:
+def test_a_method_that_raises_costs_time_only(engine: Engine, plain: Plain, side: str, name: str, done: bool) -> None:
     """Of a prompt that is there, one that is not, and a third that comes when all is well again."""
-    if reason := NOT_YET.get(request.node.callspec.id):
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     cold = prompt(1000 + 2 * METHODS.index((side, name)) + done, 200)
     expected = plain("llama", [WARM, cold], TOKENS)
     try:

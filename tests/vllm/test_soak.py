@@ -1,4 +1,4 @@
-"""A minute of conversations with aborts between them."""
+"""A minute of conversations with aborts between them. `make soak` runs ten, and looks at memory too."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from tests.vllm.conftest import Models
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_conversations_hit_what_they_must_and_nothing_grows(models: Models, tmp_path: Path) -> None:
+def test_conversations_hit_what_they_must_and_leave_nothing(models: Models, tmp_path: Path) -> None:
     soaked = soak(models("llama"), tmp_path, 60.0)
     assert soaked.hit_tokens == soaked.expected_tokens
     assert soaked.aborted > 100
-    assert not any(soaked.left.values())
-    assert soaked.good
+    assert set(soaked.left.values()) == {0}

@@ -442,10 +442,11 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             ended, failed = self._worker.ended()
         except Exception as error:  # noqa: BLE001  no fault of ours may reach the engine, which waits for these
             self._fault("get_transfer_results", error)
-            ended = failed = set(self._awaited)
+            ended, failed = set(self._awaited), set(self._awaited)
             self._worker.give_up_on(failed)
+        ended &= self._awaited  # vLLM is told once
         self._awaited -= ended
-        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed & ended)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)

@@ -69,6 +69,8 @@ class Tracked:
     """When it was last found that nothing can be had."""
     asked: Future[Any] | None = None
     asked_until: float = 0.0
+    counted: bool = False
+    """The node has counted its lookup."""
     local: int = 0
     """Tokens that the engine had itself when it last asked."""
     weighed: bool = False

@@ -363,7 +363,8 @@ class SchedulerSide:
         assert self._model is not None
         first = tracked.asked is None
         most = None if tracked.most_tokens is None else tracked.most_tokens // self.page_tokens
-        held = self.client.hold(self._model, tracked.keys[:most], tracked.places)
+        held = self.client.hold(self._model, tracked.keys[:most], tracked.places, counted=not tracked.counted)
+        tracked.counted = tracked.counted or held.asked is None
         self._release(tracked)
         if held.asked is not None and first:
             self.client.release(held)
