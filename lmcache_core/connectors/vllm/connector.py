@@ -27,6 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_core.connectors.vllm import identity
 from lmcache_core.connectors.vllm.counters import Counts, joined
+from lmcache_core.connectors.vllm.enginekv import Geometry
 from lmcache_core.connectors.vllm.events import Page
 from lmcache_core.connectors.vllm.metrics import ConnectorMetrics, ConnectorStats
 from lmcache_core.connectors.vllm.nodes import Door, WorkerDoor, open_door
@@ -35,7 +36,7 @@ from lmcache_core.connectors.vllm.plan import Facts, Report, Step
 from lmcache_core.connectors.vllm.requests import Marks
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
 from lmcache_core.connectors.vllm.weights import adapter_digest
-from lmcache_core.connectors.vllm.worker import Geometry, WorkerSide
+from lmcache_core.connectors.vllm.worker import WorkerSide
 from lmcache_core.errors import LayoutError
 from lmcache_core.namespace import Namespace, page_tokens_for
 from lmcache_core.ratelog import RateLog

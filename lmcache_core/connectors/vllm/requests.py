@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lmcache_core.client import Held
+from lmcache_core.client import Client, Held
 from lmcache_core.keys import PageHasher, make_seed, page_extras
 
 __all__ = ["EngineRequest", "Marks", "Tracked"]
@@ -77,6 +77,8 @@ class Tracked:
     """It has been decided how much of what is held is loaded."""
     patience: float = 0.0
     """Seconds that the load may take."""
+    declined: bool = False
+    """What would not pay was left out, and has been counted."""
     tier: str = ""
     """The slow one that most of it is on."""
     loading: bool = False
@@ -90,6 +92,12 @@ class Tracked:
     def __post_init__(self) -> None:
         self.hasher = self.marks.hasher(self.page_tokens)
         self.hash()
+
+    def let_go(self, client: Client) -> None:
+        """End its lease."""
+        held, self.held = self.held, None
+        if held is not None:
+            client.release(held)
 
     @property
     def keys(self) -> list[bytes]:

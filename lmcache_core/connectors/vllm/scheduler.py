@@ -15,13 +15,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_core.client import Client, Held, Model, Storing
+from lmcache_core.client import Client, Model, Storing
 from lmcache_core.connectors.vllm.counters import Counts
 from lmcache_core.connectors.vllm.events import BlockEvent, EventBook, Page
 from lmcache_core.connectors.vllm.options import Options, RequestOptions
-from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step, Timing
-from lmcache_core.connectors.vllm.rates import Rates
+from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step
 from lmcache_core.connectors.vllm.requests import EngineRequest, Marks, Tracked
+from lmcache_core.connectors.vllm.weighing import Weighing
 from lmcache_core.direct import DirectClient
 from lmcache_core.errors import LMCacheError
 from lmcache_core.index import Watch
@@ -34,11 +34,6 @@ LOOK_AGAIN = 0.5
 """Seconds after which a request that waits is looked up anew, when nothing was found for it."""
 FACTS_TIMEOUT = 20.0
 """Seconds in which workers must have said how their KV lies; afterwards nothing is loaded or stored."""
-FIRST_COPY = 2e9
-"""Bytes a second that are assumed of copies until some have been measured."""
-POOL = "cpu"
-PATIENCE = 0.3
-"""Part of the time that computing would take, for which a tier of unknown speed may be waited for."""
 
 
 @dataclass(eq=False)
@@ -107,18 +102,13 @@ class SchedulerSide:
         self._lost: set[int] = set()
         """Blocks that hold nonsense and that the engine may still take for what they should have been."""
         self._loaded: Counter[str] = Counter()
-        self.rates = Rates()
+        self._weighing = Weighing(client, options, self.counts, page_tokens, clock)
         self._in_flight = 0
         """Steps with something to compute that have been planned and have not ended."""
         self.book: EventBook | None = None
         """Follows which blocks are where, if somebody wants to know."""
         self._follow = follow
         self._watch: Watch | None = None
-        self._warming: Future[int] | None = None
-        """Chunks that are being brought to host memory for nobody who waits."""
-        self._warming_bytes = 0
-        self._warming_since = 0.0
-        self._warming_tier = ""
 
     # What the engine asks
 
@@ -155,12 +145,12 @@ class SchedulerSide:
         if (local + 1) >= known or not self._look(tracked):
             return (None if tracked.asked is not None else 0), False
         if tracked.local != local or not tracked.weighed:
-            self._weigh(tracked, local)
+            self._weighing.weigh(self._model, tracked, local, may_wait=self._may_wait)
         held = tracked.held
         there = 0 if held is None else held.pages * self.page_tokens
         external = min(there, known - 1 if tracked.now else known) - local
         if external <= 0:
-            self._release(tracked)
+            tracked.let_go(self.client)
             tracked.missed_at = self._clock()
             return 0, False
         return external, not tracked.now
@@ -173,7 +163,7 @@ class SchedulerSide:
         tracked.missed_at = None  # if it comes again, it has been computed in the meantime
         held = tracked.held
         if external <= 0 or held is None:
-            self._release(tracked)
+            tracked.let_go(self.client)
             return
         first = tracked.local // self.page_tokens
         pages = -(-(tracked.local + external) // self.page_tokens)
@@ -251,9 +241,10 @@ class SchedulerSide:
             self._namespace = self._describe(report.facts)
             self._register()
         for timing in report.timings:
-            self._learn(timing)
+            tracked = self._requests.get(timing.request)
+            self._weighing.learn(timing, "" if tracked is None else tracked.tier)
         for tokens, context, seconds in report.computed:
-            self.rates.computed(tokens, context, seconds)
+            self._weighing.rates.computed(tokens, context, seconds)
         for number, ranks in report.saved.items():
             saving = self._savings.get(number)
             if saving is not None:
@@ -276,7 +267,7 @@ class SchedulerSide:
         if tracked.loading:
             tracked.gone = True  # its blocks are being written to; what is read is kept until that has ended
             return
-        self._release(tracked)
+        tracked.let_go(self.client)
         del self._requests[request_id]
 
     def reset(self) -> None:
@@ -284,7 +275,7 @@ class SchedulerSide:
         for tracked in self._requests.values():
             tracked.load = tracked.save = False
             if not tracked.loading:
-                self._release(tracked)
+                tracked.let_go(self.client)
         if self._namespace is not None:
             self._namespace = self._namespace.with_epoch(new_epoch())
             self._register()
@@ -320,7 +311,7 @@ class SchedulerSide:
         self._off = why
         self._warn("off", f"KV is neither loaded nor stored: {why}")
         for tracked in self._requests.values():
-            self._release(tracked)
+            tracked.let_go(self.client)
 
     def sources(self, request_id: str, external: int) -> dict[str, int]:
         """From which tiers the `external` tokens come that were promised last, for those who count them."""
@@ -365,7 +356,7 @@ class SchedulerSide:
         most = None if tracked.most_tokens is None else tracked.most_tokens // self.page_tokens
         held = self.client.hold(self._model, tracked.keys[:most], tracked.places, counted=not tracked.counted)
         tracked.counted = tracked.counted or held.asked is None
-        self._release(tracked)
+        tracked.let_go(self.client)
         if held.asked is not None and first:
             self.client.release(held)
             tracked.asked, tracked.asked_until = held.asked, now + self._options.lookup_timeout
@@ -377,107 +368,6 @@ class SchedulerSide:
             return False
         tracked.held, tracked.held_at, tracked.weighed = held, now, False
         return True
-
-    def _weigh(self, tracked: Tracked, local: int) -> None:
-        """Decide how much of what is held is loaded, and how long that may take: no more than what pays."""
-        held = tracked.held
-        assert held is not None
-        assert self._namespace is not None
-        assert self._model is not None
-        tracked.local, tracked.weighed = local, True
-        first = local // self.page_tokens
-        page_bytes = sum(group.page_bytes for group in self._namespace.groups)
-        copied = (held.pages - first) * page_bytes
-        copy_seconds = copied / (self.rates.bytes_a_second(POOL) or FIRST_COPY)
-        in_pool = self._pages_in_pool(held)
-        tracked.now = self._may_wait and in_pool >= held.pages and copy_seconds <= self._options.sync_load
-        tracked.patience = self._options.load_timeout
-        if in_pool >= held.pages:
-            return
-        compute = self.rates.prefill_seconds(max(first, in_pool) * self.page_tokens, held.pages * self.page_tokens)
-        if compute is None:
-            return
-        tiers = self.client.lookup(self._model, tracked.keys[: held.pages], tracked.places, quiet=True).tiers
-        nbytes = {tier: pages * page_bytes for tier, pages in tiers.items() if tier != POOL}
-        tracked.tier = max(nbytes, key=lambda each: nbytes[each]) if nbytes else ""
-        load = self.rates.load_seconds(nbytes)
-        if load is None:
-            tracked.patience = min(tracked.patience, PATIENCE * compute)
-        elif load < compute:
-            tracked.patience = min(tracked.patience, compute)
-        else:
-            declined = (held.pages - max(first, in_pool)) * self.page_tokens
-            self.counts["declined_tokens", tracked.tier] += declined
-            self._warm(tracked, held.pages, nbytes)
-            self._release(tracked)
-            if in_pool > first and len(self._namespace.groups) == 1:
-                less = self.client.hold(self._model, tracked.keys[:in_pool], tracked.places)
-                tracked.held, tracked.held_at, tracked.weighed = less, self._clock(), True
-                tracked.now = self._may_wait and self._pages_in_pool(less) >= less.pages
-
-    def _pages_in_pool(self, held: Held) -> int:
-        """Pages of a lease from its start on that can be copied at once; of several groups, all or none."""
-        number = 0
-        while number < len(held.parts):
-            granted = self.client.grant(held, number, 0)
-            ready = 0
-            for grant in granted:
-                if grant.source is None:
-                    break
-                ready += 1
-            number += ready
-            if not ready or ready < len(granted):
-                break
-        if number == len(held.parts):
-            return held.pages
-        return held.parts[number].first if len({part.group for part in held.parts}) == 1 else 0
-
-    def _warm(self, tracked: Tracked, pages: int, nbytes: Mapping[str, int]) -> None:
-        """Bring what is too slow to be waited for to host memory, for those who come later: one prompt at a time."""
-        if self._warming is not None and not self._warming.done():
-            return
-        assert self._model is not None
-        self._warming_since = self._clock()
-        self._warming_bytes = sum(nbytes.values())
-        self._warming_tier = max(nbytes, key=lambda tier: nbytes[tier]) if nbytes else ""
-        self._warming = self.client.prefetch(self._model, tracked.keys[:pages], tracked.places, POOL)
-
-    def _warmed(self) -> None:
-        warming = self._warming
-        if warming is not None and warming.done():
-            self._warming = None
-            if not warming.cancelled() and warming.exception() is None and warming.result():
-                self.rates.loaded(self._warming_tier, self._warming_bytes, self._clock() - self._warming_since)
-
-    def _learn(self, timing: Timing) -> None:
-        """How fast a tier is, from a load."""
-        for tier, pages in timing.pages:
-            self.counts["loaded_tokens", tier] += pages * self.page_tokens
-        self.counts["load_seconds", ""] += timing.seconds
-        self.counts["failed_tokens", ""] += timing.missing * self.page_tokens
-        there = (timing.first_page + sum(pages for _, pages in timing.pages)) * self.page_tokens
-        self.counts["saved_seconds", ""] += (
-            self.rates.prefill_seconds(timing.first_page * self.page_tokens, there) or 0.0
-        )
-        page_bytes = timing.page_bytes
-        slow = {tier: pages * page_bytes for tier, pages in timing.pages if tier != POOL}
-        from_pool = sum(pages * page_bytes for tier, pages in timing.pages if tier == POOL)
-        if timing.missing:
-            # Nothing more came in that time: had it been a little more, that would be its speed.
-            tier = max(slow, key=lambda each: slow[each]) if slow else self._slow_tier(timing)
-            if tier:
-                self.rates.loaded(tier, slow.get(tier, 0) + page_bytes, timing.seconds)
-        elif not slow:
-            self.rates.loaded(POOL, from_pool, timing.seconds)
-        elif timing.alone:
-            copying = from_pool / (self.rates.bytes_a_second(POOL) or FIRST_COPY)
-            tier = max(slow, key=lambda each: slow[each])
-            self.rates.loaded(tier, sum(slow.values()), max(timing.seconds - copying, 1e-6))
-
-    def _slow_tier(self, timing: Timing) -> str:
-        """The tier that kept a load waiting, of which nothing has come."""
-        tracked = self._requests.get(timing.request)
-        return tracked.tier if tracked is not None else ""
 
     def _prefill(self, scheduled: Mapping[str, int]) -> tuple[int, int]:
         """Tokens of prompts that a step computes, and how many are in front of them on average."""
@@ -492,7 +382,7 @@ class SchedulerSide:
     def ended(self) -> None:
         """A step has ended, whose workers may have something to tell."""
         self._in_flight = max(0, self._in_flight - 1)
-        self._warmed()
+        self._weighing.warmed()
 
     def _pause(self) -> None:
         """The engine computes nothing in this step: give those whom requests wait for a moment to run."""
@@ -500,11 +390,6 @@ class SchedulerSide:
             if tracked.asked is not None and not tracked.asked.done():
                 _wait(tracked.asked, 0.001)
                 return
-
-    def _release(self, tracked: Tracked) -> None:
-        held, tracked.held = tracked.held, None
-        if held is not None:
-            self.client.release(held)
 
     # Load
 
@@ -520,7 +405,7 @@ class SchedulerSide:
         if tracked is None:
             return
         tracked.loading = False
-        self._release(tracked)
+        tracked.let_go(self.client)
         if tracked.gone:
             del self._requests[request_id]
 

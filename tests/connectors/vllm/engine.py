@@ -17,10 +17,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lmcache_core.connectors.vllm.enginekv import Geometry
 from lmcache_core.connectors.vllm.plan import Report, Step
 from lmcache_core.connectors.vllm.requests import Marks
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
-from lmcache_core.connectors.vllm.worker import Geometry, WorkerSide
+from lmcache_core.connectors.vllm.worker import WorkerSide
 
 CONTENT = 8
 """Numbers of a head and token: K and V of three, poison or not, and noise."""

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from lmcache_core.connectors.vllm import worker
+from lmcache_core.client import Client
+from lmcache_core.connectors.vllm import enginekv
 from lmcache_core.connectors.vllm.plan import Load, Step
-from lmcache_core.connectors.vllm.requests import Marks
+from lmcache_core.connectors.vllm.requests import Marks, Tracked
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
 from lmcache_core.connectors.vllm.worker import WorkerSide
 from lmcache_core.direct import DirectClient
@@ -315,12 +316,12 @@ def the_first_bad_block_is_kept_quiet(patch: pytest.MonkeyPatch) -> None:
 
 @bug(test_worker.test_several_loads_go_on_together)
 def a_lease_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    def release(self: SchedulerSide, tracked: Any) -> None:
-        forgotten.append(tracked.held)
-        tracked.held = None
+    def let_go(self: Tracked, client: Client) -> None:
+        forgotten.append(self.held)
+        self.held = None
 
     forgotten: list[Any] = []
-    patch.setattr(SchedulerSide, "_release", release)
+    patch.setattr(Tracked, "let_go", let_go)
 
 
 @bug(ConnectorMachine)
@@ -335,12 +336,12 @@ def a_reset_keeps_the_epoch(patch: pytest.MonkeyPatch) -> None:
 
 @bug(HybridMachine)
 def blocks_that_a_window_has_left_are_stored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(worker._RequestView, "has", lambda self, group, first_page, pages: True)
+    patch.setattr(enginekv.RequestView, "has", lambda self, group, first_page, pages: True)
 
 
 @bug(HybridMachine)
 def the_null_block_is_written(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(worker, "NULL_BLOCK", -1)
+    patch.setattr(enginekv, "NULL_BLOCK", -1)
 
 
 @bug(RanksMachine)
