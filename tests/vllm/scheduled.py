@@ -191,8 +191,8 @@ class Scheduled:
         """Of the engine's KV cache, without the null block."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def ask(self, name: str, tokens: Sequence[int], answer: int = 4) -> Request:
-        """Add a request."""
+    def ask(self, name: str, tokens: Sequence[int], answer: int = 4, **marks: Any) -> Request:
+        """Add a request; `marks` are further arguments of vLLM's."""
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
         sampling.update_from_generation_config({}, 1)
         request = Request(
@@ -200,7 +200,7 @@ class Scheduled:
             prompt_token_ids=list(tokens),
             sampling_params=sampling,
             pooling_params=None,
-            mm_features=None,
+            **{"mm_features": None, **marks},
             block_hasher=get_request_block_hasher(BLOCK, sha256),
         )
         self.scheduler.add_request(request)

@@ -46,11 +46,13 @@ def adapter_digest(path: str) -> str:
     """Digest of a LoRA adapter's directory, read once for each state of its files.
 
     Raises:
-        LayoutError: It is not there.
+        LayoutError: It is not there, or has no weights.
     """
     place = _local(path, None)
-    state = tuple((str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in _relevant(place))
-    return _adapter(str(place), state)
+    found = _relevant(place)
+    if not any(each.name.endswith(WEIGHTS) for each in found):
+        raise LayoutError(f"the adapter in {place} has no weights that can be told from others: {', '.join(WEIGHTS)}")
+    return _adapter(str(place), tuple((str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in found))
 
 
 @functools.lru_cache(1024)
