@@ -258,8 +258,7 @@ class Link:
             if not self.down:
                 self.down = True
                 self.why = f"{what} {why}"
-            tickets, self._tickets = self._tickets, {}
-            self._early.clear()
+            tickets, self._tickets = self._tickets, {}  # what has been told early is true still
         for end in (self._stream, self._packets):
             if end is not None:
                 with contextlib.suppress(OSError):

@@ -83,6 +83,8 @@ class Session:
         self._stores: dict[int, Storing] = {}
         self._labels: set[str] = set()
         self._numbers = 0
+        self._afterwards: list[Callable[[], None]] = []
+        """What is to be done once the answer has been sent."""
         self._cleared: Future[int] | None = None
         self._verbs: dict[type[msgspec.Struct], Callable[[Any], wire.Answer | None]] = {
             wire.Register: self._register,
@@ -131,6 +133,8 @@ class Session:
                 answer = self._answer(wire.decode_request(body))
                 if answer is not None:
                     self._stream.sendall(wire.encode(answer))
+                while self._afterwards:
+                    self._afterwards.pop()()
         except wire.WireError as error:
             with contextlib.suppress(OSError):
                 self._stream.sendall(wire.encode(wire.Failed(type(error).__name__, str(error))))
@@ -433,7 +437,8 @@ class Session:
         self._client.freeze(True)
         written = self._node.flushed(request.timeout)
         ticket = self._ticket(written)
-        written.add_done_callback(lambda _: self._node.drained.set())
+        # The process ends upon that, and the client must have its answer before.
+        self._afterwards.append(lambda: written.add_done_callback(lambda _: self._node.drained.set()))
         return wire.Number(ticket)
 
     def _share(self, request: wire.Share) -> wire.Answer:
