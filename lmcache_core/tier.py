@@ -331,7 +331,7 @@ class TierRunner:
             if work is not None:
                 await self.health.calls.call(work, self.config.write_timeout)
         except (BackendError, ConfigError, TimeoutError) as error:
-            if isinstance(mutation, Delete):
+            if isinstance(mutation, Delete) and self.up:  # else it is scanned anew, and what is there is there
                 self._undeleted.update(dict.fromkeys(mutation.keys))
             if not late.late:
                 self.health.failed(error, "failed")

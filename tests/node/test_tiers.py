@@ -305,6 +305,31 @@ def test_a_delete_that_failed_is_made_up_for() -> None:
         assert [stored.pages[-1] for stored, _ in shelf.values.values()] == [cache.prompt(tokens("efgh")).keys[-1]]
 
 
+def test_a_delete_that_ends_when_its_tier_is_down_is_not_made_up_for() -> None:
+    """What could not be read is given up while the tier seems to work. When it turns out that it does not, what is
+    there once it is back is there."""
+    shelf = Shelf()
+    slow = Slow(shelf)
+    with open_cache(slow, tiers=[{"breaker": QUICK}]) as cache:
+        store(cache, "abcd")
+        store(cache, "efgh")
+        cache.clear(["cpu"])
+        shelf.broken = True
+        slow.hang("delete")
+        assert retrieve(cache, "abcd") == 0
+        assert slow.wait_until_hanging()
+        assert retrieve(cache, "efgh") == 0
+        until(lambda: not cache.stats().tiers[0].up)
+        slow.release()
+        until(lambda: ("delete", 1) in shelf.calls)
+        shelf.broken = False
+        until(lambda: cache.stats().tiers[0].up)
+        assert store(cache, "ijkl"), "a write that works is when deletes are made up for"
+        assert cache.flush(10)
+        assert [retrieve(cache, "abcd"), retrieve(cache, "efgh")] == [4, 4]
+        at_rest(cache)
+
+
 def test_store_clear_store_of_one_prompt_ends_stored() -> None:
     """Operations on one key keep their order although several run at once."""
     shelf = Shelf()
