@@ -77,7 +77,9 @@ def test_what_does_not_pay_is_computed_and_brought_to_memory_meanwhile() -> None
         assert {world.scheduler.match("b", 0) for _ in range(20)} == {(0, False)}
         assert world.scheduler.counts["declined_tokens", "t0"] == 64
         world.scheduler.end("b")
-        world.settle()
+        warming = world.scheduler._weighing._warming
+        assert warming is not None
+        assert warming.result(10) == 4
         come(world, "c", "abcd12")
         assert world.scheduler.match("c", 0) == (64, False)
 
