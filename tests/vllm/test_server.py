@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.node.kv import until
 from tests.vllm.conftest import Models, Plain
 from tests.vllm.engine import ENVIRONMENT, prompt, transfer_config
 from tests.vllm.models import BLOCK
@@ -40,6 +41,15 @@ class Server:
         request = urllib.request.Request(self._base + path, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:
             return str(answer.read().decode())
+
+    @property
+    def listens(self) -> bool:
+        """Whether it can be asked."""
+        try:
+            self.fetch("/health")
+        except urllib.error.URLError:
+            return False
+        return True
 
     def answer(self) -> list[int]:
         """The tokens that come behind the prompt."""
@@ -94,7 +104,9 @@ def serving(model: Path, cache: Mapping[str, Any]) -> Iterator[Server]:
         try:
             up.wait(150)
             assert process.poll() is None, "".join(lines[-40:])
-            yield Server(port, model)
+            server = Server(port, model)
+            until(lambda: server.listens, 20)  # it says that it is up before it listens
+            yield server
         finally:
             process.terminate()
             try:
