@@ -463,6 +463,12 @@ class DirectClient:
             space.watches.append(watch)
         return watch
 
+    def unwatch(self, model: Model, watch: Watch, group: int = 0) -> None:
+        """Hear no more of them."""
+        with self._guard.turn, self._guard.mutex:
+            self._guard.use()
+            _spaces(model)[group].watches.remove(watch)
+
     @property
     def place_names(self) -> Mapping[int, str]:
         """Names of the places that a `Watch` tells of."""

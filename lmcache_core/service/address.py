@@ -26,12 +26,17 @@ def socket_path(setting: str) -> str:
     """
     if CONTROLS.search(setting):
         raise ConfigError(f"the socket {setting!r} has control characters in its path; write it without them")
-    path = str(_runtime_directory() / "node.sock") if setting == AUTO else os.path.abspath(os.path.expanduser(setting))
+    path = runtime_socket("node") if setting == AUTO else os.path.abspath(os.path.expanduser(setting))
     if len(os.fsencode(path)) > LONGEST:
         raise ConfigError(
             f"the socket {path!r} cannot be had: a path of at most {LONGEST} bytes is needed; choose a shorter one"
         )
     return path
+
+
+def runtime_socket(name: str) -> str:
+    """Path of the socket of that name below the runtime directory of this user."""
+    return str(_runtime_directory() / f"{name}.sock")
 
 
 def _runtime_directory() -> Path:

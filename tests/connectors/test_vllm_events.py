@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from lmcache_core.connectors.vllm.events import BlockEvent, EventBook, Page
+from lmcache_core.connectors.vllm.events import BlockEvent, EventBook, Follower, Page
+from lmcache_core.direct import DirectClient
 from lmcache_core.index import Change
+from tests.node.kv import open_cache
 
 CPU, DISK = 1, 2
 A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
@@ -55,3 +57,17 @@ def test_what_has_gone_before_it_had_a_name_is_not_told() -> None:
     events.apply([Change([C], DISK, True), Change([C], DISK, False)])
     events.learn([C], [page("c")])
     assert events.take() == []
+
+
+def test_who_follows_a_model_anew_leaves_nothing_behind() -> None:
+    with open_cache() as cache:
+        client = cache.client
+        assert isinstance(client, DirectClient)
+        model = client.register(cache.namespace)
+        first = Follower(client, model, lambda request, first, end: ())
+        second = Follower(client, model, lambda request, first, end: ())
+        (space,) = client.node.guard.index.spaces.values()
+        assert len(space.watches) == 2
+        first.close()
+        second.close()
+        assert space.watches == []

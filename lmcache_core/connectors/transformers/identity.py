@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as ModelCache
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from lmcache_core.connectors.modelsettings import settings_that_count
 from lmcache_core.connectors.transformers.arena import Shape
 from lmcache_core.errors import LayoutError
 from lmcache_core.keys import digest_fields
@@ -28,39 +29,6 @@ __all__ = ["cache_argument", "describe_model", "has_adapter", "shape_of"]
 
 MOVING_ROPES = ("dynamic", "longrope")
 """Kinds of RoPE that turn a token by an angle that depends on how long the whole prompt is."""
-
-NOT_NUMBERS = frozenset(
-    {
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "decoder_start_token_id",
-        "dtype",
-        "eos_token_id",
-        "finetuning_task",
-        "id2label",
-        "initializer_range",
-        "is_decoder",
-        "is_encoder_decoder",
-        "label2id",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "sep_token_id",
-        "tie_word_embeddings",
-        "tokenizer_class",
-        "torch_dtype",
-        "torchscript",
-        "transformers_version",
-        "unk_token_id",
-        "use_cache",
-    }
-)
-"""Settings that change no number of the KV, or say what the weights' digest and the group's dtype say."""
 
 WORDS = 1 << 17
 """Words of 8 bytes that are summed up as one."""
@@ -272,7 +240,5 @@ def on_device(runs: Sequence[torch.Tensor], factors: torch.Tensor) -> NDArray[np
 def config_digest(model: PreTrainedModel) -> str:
     """Digest of the settings that change numbers: RoPE, norms, activation, and any that isn't known not to. How
     attention is computed isn't one."""
-    config = _text_config(model).to_dict()
-    kept = {name: value for name, value in config.items() if name not in NOT_NUMBERS and not name.startswith("_")}
-    text = json.dumps(kept, sort_keys=True, default=str)
+    text = settings_that_count(_text_config(model).to_dict())
     return digest_fields("lmcache-core transformers config 1", {"settings": text}).hex()

@@ -142,7 +142,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 page_tokens=page_tokens,
                 block_tokens=[spec.block_tokens for spec in specs],
                 ranks=parallel.tensor_parallel_size,
-                may_wait=len(specs) == 1 and not vllm_config.scheduler_config.async_scheduling,
+                may_wait=identity.loads_within_a_step(vllm_config, len(specs), replicas),
                 lease_seconds=door.config.lease_timeout,
                 warn=self._warn,
                 follow=self._pages if self._publishes(vllm_config) else None,

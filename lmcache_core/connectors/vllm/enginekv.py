@@ -96,8 +96,9 @@ class EngineKV:
         kept = [
             self._keep(number, table[: skip_tokens // group.block_tokens])
             for number, (table, group) in enumerate(zip(tables, self.groups, strict=True))
+            if skip_tokens
         ]
-        return RequestView(first_page, views, page_blocks, null, self._nowhere, kept if skip_tokens else ())
+        return RequestView(first_page, views, page_blocks, null, self._nowhere, kept)
 
     def _keep(self, group: int, blocks: NDArray[np.intp]) -> Kept:
         kv, geometry = self._blocks[group], self.groups[group]

@@ -7,12 +7,16 @@ requests that this engine has had; pages of others are told of once a request of
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lmcache_core.client import Model
+from lmcache_core.connectors.vllm.requests import EngineRequest, Tracked
+from lmcache_core.direct import DirectClient
 from lmcache_core.index import Change
+from lmcache_core.namespace import GroupKind
 
-__all__ = ["BlockEvent", "EventBook", "Page"]
+__all__ = ["BlockEvent", "EventBook", "Follower", "Names", "Page"]
 
 MOST_PAGES = 50_000
 """Pages whose blocks are remembered; of those that were used least lately nothing is told any more."""
@@ -95,3 +99,37 @@ class EventBook:
         """Events since this was last asked, the oldest first."""
         events, self._events = self._events, []
         return events
+
+
+Names = Callable[[EngineRequest, int, int], Iterable[Page]]
+"""What the engine calls the pages `[first, end)` of a request."""
+
+
+class Follower:
+    """Tells of the blocks of a model: of one cache group, that which keeps all of a prompt if there is one."""
+
+    def __init__(self, client: DirectClient, model: Model, names: Names) -> None:
+        kinds = [group.kind for group in model.namespace.groups]
+        self._group = kinds.index(GroupKind.FULL) if GroupKind.FULL in kinds else 0
+        self._client = client
+        self._model = model
+        self._names = names
+        self._watch = client.watch(model, self._group)
+        self._book = EventBook(client.place_names)
+
+    def learn(self, tracked: Tracked, pages: int) -> None:
+        """Remember what the engine calls the first pages of a request."""
+        first = pages
+        while first > 0 and not self._book.knows(tracked.keys[first - 1]):
+            first -= 1
+        if first < pages:
+            self._book.learn(tracked.keys[first:pages], self._names(tracked.request, first, pages))
+
+    def events(self) -> list[BlockEvent]:
+        """What has come to a place or left it since this was last asked."""
+        self._book.apply(self._watch.take())
+        return self._book.take()
+
+    def close(self) -> None:
+        """Follow no more."""
+        self._client.unwatch(self._model, self._watch, self._group)

@@ -6,12 +6,12 @@ names.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lmcache_core.connectors.modelsettings import settings_that_count
 from lmcache_core.connectors.vllm.plan import Facts
 from lmcache_core.connectors.vllm.weights import checkpoint_digest, nobody_elses
 from lmcache_core.errors import LayoutError
@@ -25,25 +25,6 @@ WINDOW = ("SlidingWindowSpec",)
 WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Methods of speculative decoding that have no cache of their own."""
 MOVING_ROPES = ("longrope", "dynamic")
-NOT_NUMBERS = frozenset(
-    {
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "pad_token_id",
-        "torch_dtype",
-        "transformers_version",
-        "unk_token_id",
-        "use_cache",
-    }
-)
-"""Settings of a model that change no number of its KV."""
 
 
 class GroupSpec:
@@ -66,9 +47,6 @@ class GroupSpec:
         self.block_tokens: int = spec.block_size
         if self.kind not in (*FULL, *WINDOW):
             raise LayoutError(f"cache group {number} is a {self.kind}, which is not supported yet")
-        if getattr(self.spec, "sliding_window", None) and self.kind in FULL:
-            # vLLM keeps all of a window layer's past when its hybrid manager is off; what it needs is the window.
-            pass
         if getattr(self.spec, "tokens_per_state", 1) != 1:
             raise LayoutError(f"cache group {number} keeps several tokens in one state, which is not supported yet")
 
@@ -161,6 +139,13 @@ def shards_of(vllm_config: Any, kv_cache_config: Any, specs: Sequence[GroupSpec]
     return ranks // replicas, replicas
 
 
+def loads_within_a_step(vllm_config: Any, groups: int, replicas: int) -> bool:
+    """Whether a step may load what it needs itself. If that is lost, what the step computes is nonsense: so no step may
+    be planned behind it before that is known, blocks must tell which cache group they are of, and no rank may store
+    what another one's loss has spoilt (each of those that hold different KV spoils the chunk by its own part)."""
+    return groups == 1 and replicas == 1 and not vllm_config.scheduler_config.async_scheduling
+
+
 def describe_engine(
     vllm_config: Any, specs: Sequence[GroupSpec], facts: Facts, *, page_tokens: int, shards: int, weights: str
 ) -> Namespace:
@@ -211,11 +196,8 @@ def _config_digest(vllm_config: Any) -> str:
     """Digest of the settings that change numbers. How attention is computed isn't one."""
     model = vllm_config.model_config
     text = getattr(model, "hf_text_config", None) or model.hf_config
-    settings = {
-        name: value for name, value in text.to_dict().items() if name not in NOT_NUMBERS and not name.startswith("_")
-    }
     fields: dict[str, Any] = {
-        "model": json.dumps(settings, sort_keys=True, default=str),
+        "model": settings_that_count(text.to_dict()),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "cache dtype": str(vllm_config.cache_config.cache_dtype),

@@ -64,7 +64,9 @@ class Loading:
                     self._step.move()
                     self._send(False)
                 elif self._step is not None and self._step.future.done():
-                    self._send(bool(self._step.future.result()))
+                    future = self._step.future
+                    # Cancelled, or failed: the node is being closed.
+                    self._send(not future.cancelled() and future.exception() is None and future.result())
                 elif self._clock() >= self._until:
                     self._warn("slow", "a load took longer than it may; what was missing is computed")
                     self._send(False)  # what has come is there

@@ -16,7 +16,7 @@ from lmcache_core.config import Config
 from lmcache_core.direct import DirectClient
 from lmcache_core.errors import ConfigError
 from lmcache_core.namespace import chunk_tokens_for, page_tokens_for
-from lmcache_core.service.address import AUTO, socket_path
+from lmcache_core.service.address import runtime_socket, socket_path
 from lmcache_core.service.remote import RemoteClient
 from lmcache_core.units import format_size
 
@@ -48,7 +48,7 @@ class Door:
 def engine_socket(engine: str) -> str:
     """Where the node of an engine listens for the engine's own processes."""
     name = hashlib.sha256(engine.encode()).hexdigest()[:16]
-    return socket_path(AUTO).replace("node.sock", f"vllm-{name}.sock")
+    return socket_path(runtime_socket(f"vllm-{name}"))
 
 
 def open_door(source: Any, engine: str, blocks: int, *, processes: bool) -> Door:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -79,8 +79,8 @@ class Tracked:
     """Seconds that the load may take."""
     declined: bool = False
     """What would not pay was left out, and has been counted."""
-    tier: str = ""
-    """The slow one that most of it is on."""
+    slow: Mapping[str, int] = field(default_factory=dict)
+    """Pages of what is held that are not in host memory, by tier."""
     loading: bool = False
     now: bool = False
     """What was promised is to be loaded within the step."""

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from lmcache_core.client import Client, Model, Storing
 from lmcache_core.connectors.vllm.counters import Counts
-from lmcache_core.connectors.vllm.events import BlockEvent, EventBook, Page
+from lmcache_core.connectors.vllm.events import BlockEvent, Follower, Names
 from lmcache_core.connectors.vllm.options import Options, RequestOptions
 from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step
 from lmcache_core.connectors.vllm.requests import EngineRequest, Marks, Tracked
-from lmcache_core.connectors.vllm.weighing import Weighing
+from lmcache_core.connectors.vllm.weighing import POOL, Weighing
 from lmcache_core.direct import DirectClient
 from lmcache_core.errors import LMCacheError
-from lmcache_core.index import Watch
 from lmcache_core.index.boundary import stops
-from lmcache_core.namespace import GroupKind, Namespace, new_epoch
+from lmcache_core.namespace import Namespace, new_epoch
 
 __all__ = ["SchedulerSide"]
 
@@ -74,7 +73,7 @@ class SchedulerSide:
         may_wait: bool = True,
         lease_seconds: float = 30.0,
         warn: Callable[[str, str], object] = lambda kind, text: None,
-        follow: Callable[[EngineRequest, int, int], Iterable[Page]] | None = None,
+        follow: Names | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.client = client
@@ -105,10 +104,8 @@ class SchedulerSide:
         self._weighing = Weighing(client, options, self.counts, page_tokens, clock)
         self._in_flight = 0
         """Steps with something to compute that have been planned and have not ended."""
-        self.book: EventBook | None = None
-        """Follows which blocks are where, if somebody wants to know."""
         self._follow = follow
-        self._watch: Watch | None = None
+        self._follower: Follower | None = None
 
     # What the engine asks
 
@@ -158,10 +155,13 @@ class SchedulerSide:
     def allocated(self, request_id: str, blocks: Sequence[Sequence[int]], external: int) -> None:
         """A request has blocks now; `external` tokens are to be loaded into them."""
         tracked = self._requests.get(request_id)
+        held = None if tracked is None or tracked.loading else tracked.held
+        if external > 0 and held is None:
+            self.break_promise(request_id, blocks, external)  # of which nothing is known any more
+            return
         if tracked is None or tracked.loading:
             return  # the latter: it has got more blocks, after those that are being loaded
         tracked.missed_at = None  # if it comes again, it has been computed in the meantime
-        held = tracked.held
         if external <= 0 or held is None:
             tracked.let_go(self.client)
             return
@@ -169,7 +169,8 @@ class SchedulerSide:
         pages = -(-(tracked.local + external) // self.page_tokens)
         tracked.loading = True
         tracked.saved = held.pages
-        self._learn_pages(tracked, pages)
+        if self._follower is not None:
+            self._follower.learn(tracked, pages)
         ids = self._blocks(blocks, first, pages)
         self._lost.difference_update(ids[0])  # if that fails, it is said again
         self._loads.append(
@@ -242,7 +243,7 @@ class SchedulerSide:
             self._register()
         for timing in report.timings:
             tracked = self._requests.get(timing.request)
-            self._weighing.learn(timing, "" if tracked is None else tracked.tier)
+            self._weighing.learn(timing, {} if tracked is None else tracked.slow)
         for tokens, context, seconds in report.computed:
             self._weighing.rates.computed(tokens, context, seconds)
         for number, ranks in report.saved.items():
@@ -266,6 +267,7 @@ class SchedulerSide:
             return
         if tracked.loading:
             tracked.gone = True  # its blocks are being written to; what is read is kept until that has ended
+            tracked.save = False
             return
         tracked.let_go(self.client)
         del self._requests[request_id]
@@ -283,28 +285,14 @@ class SchedulerSide:
     def _register(self) -> None:
         assert self._namespace is not None
         self._model = self.client.register(self._namespace)
-        self._watch = None
+        if self._follower is not None:
+            self._follower.close()
         if self._follow is not None and isinstance(self.client, DirectClient):
-            group = next((place for place, each in enumerate(self._namespace.groups) if each.kind is GroupKind.FULL), 0)
-            self._watch = self.client.watch(self._model, group)
-            self.book = EventBook(self.client.place_names)
-
-    def _learn_pages(self, tracked: Tracked, pages: int) -> None:
-        """Remember what the engine calls the first pages of a request."""
-        if self.book is None or self._follow is None:
-            return
-        first = pages
-        while first > 0 and not self.book.knows(tracked.keys[first - 1]):
-            first -= 1
-        if first < pages:
-            self.book.learn(tracked.keys[first:pages], self._follow(tracked.request, first, pages))
+            self._follower = Follower(self.client, self._model, self._follow)
 
     def events(self) -> list[BlockEvent]:
         """What has come to a place or left it since this was last asked."""
-        if self.book is None or self._watch is None:
-            return []
-        self.book.apply(self._watch.take())
-        return self.book.take()
+        return [] if self._follower is None else self._follower.events()
 
     def turn_off(self, why: str) -> None:
         """Load and store nothing any more."""
@@ -316,14 +304,10 @@ class SchedulerSide:
     def sources(self, request_id: str, external: int) -> dict[str, int]:
         """From which tiers the `external` tokens come that were promised last, for those who count them."""
         tracked = self._requests.get(request_id)
-        if tracked is None or self._model is None or not external:
+        if tracked is None:
             return {}
-        first, pages = tracked.local // self.page_tokens, -(-(tracked.local + external) // self.page_tokens)
-        keys = tracked.keys
-        tiers = Counter(self.client.lookup(self._model, keys[:pages], quiet=True).tiers)
-        if first:
-            tiers -= Counter(self.client.lookup(self._model, keys[:first], quiet=True).tiers)
-        return {tier: count * self.page_tokens for tier, count in tiers.items()}
+        slow = {tier: min(pages * self.page_tokens, external) for tier, pages in tracked.slow.items()}
+        return {POOL: max(0, external - sum(slow.values())), **slow}
 
     @property
     def idle(self) -> bool:
@@ -436,7 +420,8 @@ class SchedulerSide:
             return
         assert self._model is not None
         at = [each for each in stops(pages, self.page_tokens, self.client.retention_tokens) if each > first]
-        self._learn_pages(tracked, pages)
+        if self._follower is not None:
+            self._follower.learn(tracked, pages)
         storing = self.client.begin_store(self._model, keys, at, first, tracked.places)
         tracked.saved = pages
         if storing.dropped:

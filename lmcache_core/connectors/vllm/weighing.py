@@ -12,7 +12,7 @@ from lmcache_core.connectors.vllm.plan import Timing
 from lmcache_core.connectors.vllm.rates import Rates
 from lmcache_core.connectors.vllm.requests import Tracked
 
-__all__ = ["Weighing"]
+__all__ = ["POOL", "Weighing"]
 
 FIRST_COPY = 2e9
 """Bytes a second that are assumed of copies until some have been measured."""
@@ -57,18 +57,19 @@ class Weighing:
         in_pool = self._pages_in_pool(held)
         tracked.now = may_wait and in_pool >= held.pages and self._soon(held.pages - first, page_bytes)
         tracked.patience = self._options.load_timeout
+        tracked.slow = {}
         if in_pool >= held.pages:
-            return
-        begin = max(first, in_pool)
-        compute = self.rates.prefill_seconds(begin * self._page_tokens, held.pages * self._page_tokens)
-        if compute is None:
             return
         tiers = self._client.lookup(model, tracked.keys[: held.pages], tracked.places, quiet=True).tiers
         slow = {tier: pages for tier, pages in tiers.items() if tier != POOL}
         # Of what is on slow tiers the engine may have a part itself.
+        begin = max(first, in_pool)
         part = min(1.0, (held.pages - begin) / max(1, sum(slow.values())))
-        nbytes = {tier: int(pages * part) * page_bytes for tier, pages in slow.items()}
-        tracked.tier = max(nbytes, key=lambda each: nbytes[each]) if nbytes else ""
+        tracked.slow = {tier: int(pages * part) for tier, pages in slow.items()}
+        compute = self.rates.prefill_seconds(begin * self._page_tokens, held.pages * self._page_tokens)
+        if compute is None:
+            return
+        nbytes = {tier: pages * page_bytes for tier, pages in tracked.slow.items()}
         load = self.rates.load_seconds(nbytes)
         if load is None:
             tracked.patience = min(tracked.patience, PATIENCE * compute)
@@ -77,11 +78,12 @@ class Weighing:
         else:
             if not tracked.declined:  # however often it is asked for
                 declined = (held.pages - begin) * self._page_tokens
-                self._counts["declined_tokens", tracked.tier] += declined
+                self._counts["declined_tokens", _most(nbytes)] += declined
             tracked.declined = True
             self._warm(model, tracked, held.pages, nbytes)
             tracked.let_go(self._client)
             if in_pool > first and len(model.namespace.groups) == 1:
+                tracked.slow = {}
                 less = self._client.hold(model, tracked.keys[:in_pool], tracked.places)
                 tracked.held, tracked.held_at, tracked.weighed = less, self._clock(), True
                 there = self._pages_in_pool(less) >= less.pages
@@ -114,7 +116,7 @@ class Weighing:
             return
         self._warming_since = self._clock()
         self._warming_bytes = sum(nbytes.values())
-        self._warming_tier = max(nbytes, key=lambda tier: nbytes[tier]) if nbytes else ""
+        self._warming_tier = _most(nbytes)
         self._warming = self._client.prefetch(model, tracked.keys[:pages], tracked.places, POOL)
 
     def warmed(self) -> None:
@@ -125,8 +127,8 @@ class Weighing:
             if not warming.cancelled() and warming.exception() is None and warming.result():
                 self.rates.loaded(self._warming_tier, self._warming_bytes, self._clock() - self._warming_since)
 
-    def learn(self, timing: Timing, slow_tier: str) -> None:
-        """How fast a tier is, from a load. `slow_tier` is what kept it waiting if nothing has come."""
+    def learn(self, timing: Timing, expected: Mapping[str, int]) -> None:
+        """How fast a tier is, from a load of which so much was expected from tiers that are not host memory."""
         for tier, pages in timing.pages:
             self._counts["loaded_tokens", tier] += pages * self._page_tokens
         self._counts["load_seconds", ""] += timing.seconds
@@ -140,12 +142,16 @@ class Weighing:
         from_pool = sum(pages * page_bytes for tier, pages in timing.pages if tier == POOL)
         if timing.missing:
             # Nothing more came in that time: had it been a little more, that would be its speed.
-            tier = max(slow, key=lambda each: slow[each]) if slow else slow_tier
+            tier = _most(slow or expected)
             if tier:
                 self.rates.loaded(tier, slow.get(tier, 0) + page_bytes, timing.seconds)
         elif not slow:
             self.rates.loaded(POOL, from_pool, timing.seconds)
         elif timing.alone:
             copying = from_pool / (self.rates.bytes_a_second(POOL) or FIRST_COPY)
-            tier = max(slow, key=lambda each: slow[each])
-            self.rates.loaded(tier, sum(slow.values()), max(timing.seconds - copying, 1e-6))
+            self.rates.loaded(_most(slow), sum(slow.values()), max(timing.seconds - copying, 1e-6))
+
+
+def _most(amounts: Mapping[str, int]) -> str:
+    """The tier with most; none if there is none."""
+    return max(amounts, key=lambda tier: amounts[tier], default="")

@@ -31,8 +31,7 @@ class WorkerSide:
     Args:
         options: What the user has set.
         client: The node's client, once it is there; None before.
-        shard: What this rank holds of a chunk.
-        writes: Whether it stores that; not if another rank holds the same.
+        writes: Whether it stores what it holds; not if another rank holds the same.
         warn: Logs a line, at most one a kind and interval.
     """
 
@@ -197,10 +196,6 @@ class WorkerSide:
         if not self._told and self._kv is not None:
             report.facts = self._kv.facts
         return report or None
-
-    def refuse(self, why: str) -> None:
-        """Tell the scheduler's side that KV of this engine cannot be cached."""
-        self._report.refused = why
 
     def give_up(self, step: Step) -> None:
         """Something went wrong with a step: all loads have failed, its stores come to nothing."""

@@ -264,3 +264,14 @@ def test_images_and_adapters_make_other_keys() -> None:
     }
     assert len(seeds) == 15
     assert Marks(salt=("", "")).hasher(16).seed == b""
+
+
+@pytest.mark.parametrize(
+    ("groups", "replicas", "ahead", "expected"),
+    [(1, 1, False, True), (2, 1, False, False), (1, 2, False, False), (1, 1, True, False)],
+)
+def test_a_step_loads_what_it_needs_only_where_nothing_goes_on_from_what_is_lost(
+    groups: int, replicas: int, ahead: bool, expected: bool
+) -> None:
+    vllm = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead))
+    assert identity.loads_within_a_step(vllm, groups, replicas) is expected

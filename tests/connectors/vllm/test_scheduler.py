@@ -142,9 +142,45 @@ def test_a_request_that_ends_while_it_is_loaded_keeps_its_lease_until_then(world
 
 def test_unknown_requests_are_nobodys(world: World) -> None:
     assert world.scheduler.match("who", 0) == (0, False)
-    world.scheduler.allocated("who", blocks(66), 64)
+    world.scheduler.allocated("who", blocks(66), 0)
     world.scheduler.end("who")
     assert world.scheduler.step({"who": 5}, lambda request_id: None) == Step(16, known=True)
+
+
+def test_a_promise_of_which_nothing_is_known_any_more_is_told_to_be_broken(world: World) -> None:
+    assert world.scheduler.match("b", 0) == (64, False)
+    world.scheduler.turn_off("for a reason")
+    world.scheduler.allocated("b", blocks(66), 64)
+    world.scheduler.allocated("who", blocks(66), 32)
+    known, unknown = world.scheduler.take_loads()
+    assert (known.request, known.number, known.pages, known.blocks) == ("b", 0, 4, (tuple(range(1, 17)),))
+    assert (unknown.request, unknown.number, unknown.pages, unknown.now) == ("who", 0, 2, False)
+    assert left(world) == (0, 0)
+
+
+def test_nothing_is_stored_of_a_request_that_is_gone_though_its_load_goes_on(world: World) -> None:
+    """Its name may be another one's by then."""
+    assert world.scheduler.match("b", 0) == (64, False)
+    world.scheduler.allocated("b", blocks(66), 64)
+    world.scheduler.end("b")
+    other = Request("b", prompt("wxyz12"))
+    world.scheduler.begin(other)
+    step = world.scheduler.step({"b": 66}, lambda request_id: blocks(66))
+    assert ([load.request for load in step.loads], step.saves) == (["b"], [])
+
+
+def test_what_comes_from_where_is_told_without_asking_again() -> None:
+    with open_world(Shelf()) as world:
+        world.generate("a", prompt("abcd12"))
+        world.forget("cpu")
+        world.generate("first", prompt("ab1"))  # brings its chunk to memory
+        world.engine.forget()
+        come(world, "b", "abcd12")
+        assert world.scheduler.match("b", 0) == (64, True)
+        world.client.calls.clear()
+        assert world.scheduler.sources("b", 64) == {"cpu": 32, "t0": 32}
+        assert world.scheduler.sources("who", 64) == {}
+        assert world.client.calls == {}
 
 
 def test_a_request_may_ask_for_no_load_or_no_store() -> None:
