@@ -149,8 +149,9 @@ class World:
         for weights in range(self.engine.weights + 1):
             known = self._pages(weights)
             for digest, (epoch, group) in self.spaces.items():
-                if epoch == weights and digest in self.index.spaces:
-                    pages += self._check_space(digest, group, known)
+                with self.node.guard.mutex:  # a tier may just be coming back
+                    if epoch == weights and digest in self.index.spaces:
+                        pages += self._check_space(digest, group, known)
         assert set(self.index.spaces) <= set(self.spaces)
         return pages
 
@@ -175,7 +176,8 @@ class World:
             frames = [] if entry.slot is None else [entry.slot.frame]
             for runner in self.node.runners:
                 values = getattr(bare(runner.backend), "values", {})
-                frames += [memoryview(value) for key, (_, value) in values.items() if key == (digest, entry.key)]
+                found = list(values.items())
+                frames += [memoryview(value) for key, (_, value) in found if key == (digest, entry.key)]
             form = space.form(len(entry.pages))
             for frame in frames:
                 for shard in range(space.known.shards):
