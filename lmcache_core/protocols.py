@@ -23,6 +23,7 @@ __all__ = [
     "Abortable",
     "Chunk",
     "ChunkKey",
+    "CostlyProbes",
     "CountsEvents",
     "Describes",
     "KVView",
@@ -229,6 +230,14 @@ class Abortable(Protocol):
     keeps a buffer out of use until a coroutine that is past its deadline has really ended."""
 
     abortable: bool
+
+
+@runtime_checkable
+class CostlyProbes(Protocol):
+    """Its `contains` costs a round trip, and perhaps money, for every key: the node asks for a few chunks of a prompt
+    and concludes from them where the stored prefix ends. A wrong conclusion is found out by the read."""
+
+    costly_probes: bool
 
 
 @runtime_checkable
