@@ -1,0 +1,27 @@
+"""Chunks in Redis or Valkey: one value a chunk, read straight into the node's memory and written straight from it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import msgspec
+
+from lmcache_backends.redis.backend import RedisBackend
+from lmcache_backends.redis.options import RedisOptions
+from lmcache_core.errors import ConfigError
+from lmcache_core.hookspecs import hookimpl
+from lmcache_core.protocols import StorageBackend
+
+__all__ = ["RedisBackend", "RedisOptions", "lmcache_backend_options", "lmcache_create_backend"]
+
+
+@hookimpl
+def lmcache_backend_options() -> type[msgspec.Struct]:
+    return RedisOptions
+
+
+@hookimpl
+def lmcache_create_backend(options: RedisOptions) -> StorageBackend:
+    if importlib.util.find_spec("redis") is None:
+        raise ConfigError("a redis tier needs the package redis, which is missing: pip install 'lmcache-core[redis]'")
+    return RedisBackend(options)

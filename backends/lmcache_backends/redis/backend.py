@@ -1,0 +1,137 @@
+"""`RedisBackend`: what the verbs are as commands."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+from lmcache_backends.redis.connecting import Connector
+from lmcache_backends.redis.options import RedisOptions
+from lmcache_backends.redis.resp import ErrorReply, Reply, RespSocket, command, set_command
+from lmcache_backends.redis.routing import Command, Parse, Router
+from lmcache_core.errors import BackendError, ClosedError
+from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
+
+_MANIFESTS = b"spaces"
+
+
+class RedisBackend:
+    """Chunks as values of a Redis or Valkey server, of a cluster of them, or of the primary that sentinels name.
+
+    The key of a chunk is `<prefix>:<space>:<page>`, in hex. A value is one string, so a chunk is there as a whole or
+    not at all, whatever the server evicts.
+    """
+
+    abortable = True
+
+    def __init__(self, options: RedisOptions) -> None:
+        self._connector = Connector(options)
+        self._prefix = f"{options.prefix}:".encode()
+        self._ttl_ms = 0 if options.ttl is None else int(options.ttl * 1000)
+        self._router: Router | None = None
+        self._counts = dict.fromkeys(
+            ("connections", "connections_lost", "bytes_sent", "bytes_received", "topology_changes", "full"), 0
+        )
+
+    async def open(self) -> None:
+        router = self._router or Router(self._connector)
+        try:
+            await router.find()
+        except BaseException:
+            if router is not self._router:
+                router.close()
+            raise
+        self._router = router
+
+    async def close(self) -> None:
+        router, self._router = self._router, None
+        if router is not None:
+            self._count(router)
+            router.close()
+
+    def _opened(self) -> Router:
+        if self._router is None:
+            raise ClosedError("this redis backend is not open")
+        return self._router
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        replies = await self._ask([_of(b"EXISTS", self._name(key)) for key in keys])
+        return [reply == 1 for reply in replies]
+
+    async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
+        names = [self._name(key) for key in keys]
+        commands = [Command(name, [command(b"GET", name)], view.nbytes) for name, view in zip(names, into, strict=True)]
+        return await self._opened().run(commands, [_into(view) for view in into], data=True)
+
+    async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
+        self._opened()
+        if len({chunk.key for chunk in chunks}) < len(chunks):  # one after the other: the last of a key is to stay
+            return [result for chunk in chunks for result in await self._write([chunk])]
+        return await self._write(chunks)
+
+    async def _write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
+        commands = []
+        for chunk in chunks:
+            name = self._name(chunk.key)
+            commands.append(Command(name, set_command(name, chunk.data, self._ttl_ms), chunk.data.nbytes))
+        results = await self._opened().run(commands, [_written] * len(commands), data=True)
+        self._counts["full"] += results.count(WriteResult.FULL)
+        return results
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        await self._ask([_of(b"UNLINK", self._name(key)) for key in keys])
+
+    async def describe(self, space: bytes, manifest: bytes) -> None:
+        """Makes this a `Describes`: the field `<space>` of the hash `<prefix>:spaces`."""
+        name = self._prefix + _MANIFESTS
+        await self._ask([Command(name, [command(b"HSET", name, space.hex().encode(), manifest)])])
+
+    async def manifests(self) -> dict[bytes, bytes]:
+        name = self._prefix + _MANIFESTS
+        (found,) = await self._ask([Command(name, [command(b"HGETALL", name)])])
+        if not isinstance(found, list) or len(found) % 2:
+            raise BackendError(f"redis: {name.decode()} is not what describes models; choose another prefix")
+        manifests = {}
+        for space, manifest in zip(found[::2], found[1::2], strict=True):
+            with contextlib.suppress(ValueError):  # not ours
+                if isinstance(space, bytes) and isinstance(manifest, bytes):
+                    manifests[bytes.fromhex(space.decode("ascii", "replace"))] = manifest
+        return manifests
+
+    def counters(self) -> Mapping[str, int]:
+        """Makes this a `CountsEvents`."""
+        if self._router is not None:
+            self._count(self._router)
+        return dict(self._counts)
+
+    def _count(self, router: Router) -> None:
+        self._counts["topology_changes"] += router.changes
+        router.changes = 0
+        for pool in router.pools():
+            self._counts["connections"] += pool.made
+            self._counts["connections_lost"] += pool.lost
+            self._counts["bytes_sent"] += pool.sent
+            self._counts["bytes_received"] += pool.received
+            pool.made = pool.lost = pool.sent = pool.received = 0
+
+    def _name(self, key: ChunkKey) -> bytes:
+        return b"%b%b:%b" % (self._prefix, key.space.hex().encode(), key.page.hex().encode())
+
+    async def _ask(self, commands: Sequence[Command]) -> list[Reply]:
+        parses: list[Parse[Reply]] = [RespSocket.reply] * len(commands)
+        return await self._opened().run(commands, parses, data=False)
+
+
+def _of(verb: bytes, name: bytes) -> Command:
+    return Command(name, [command(verb, name)])
+
+
+def _into(view: memoryview) -> Parse[ReadResult]:
+    return lambda connection: connection.value_into(view)
+
+
+def _written(connection: RespSocket) -> WriteResult | ErrorReply:
+    reply = connection.reply()
+    if isinstance(reply, ErrorReply):
+        return WriteResult.FULL if reply.code == "OOM" else reply
+    return WriteResult.STORED
