@@ -1,0 +1,92 @@
+"""Why a server cannot be reached, found out step by step when a request failed without an answer. Blocks."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from urllib.parse import urlsplit
+
+from lmcache_backends.s3.errors import Fault
+from lmcache_core.errors import BackendError, ConfigError
+
+__all__ = ["region_of", "unreachable"]
+
+_EXPIRED, _NOT_YET, _OTHER_HOST = 10, 9, 62
+"""Of OpenSSL, `X509_V_ERR_*`."""
+_BY_ITSELF = "the tier tries again by itself"
+
+
+def unreachable(url: str, timeout: float, ca: str | None, fault: Fault, *, verify: bool) -> BackendError | ConfigError:
+    """The error that says why nothing comes back from `url`; `fault` is what a request made of it."""
+    parts = urlsplit(url)
+    host, secure = parts.hostname or "", parts.scheme == "https"
+    port = parts.port or (443 if secure else 80)
+    where = f"s3: {parts.scheme}://{parts.netloc}"
+    try:
+        with socket.create_connection((host, port), timeout) as connection:
+            if secure:
+                with _context(ca, verify=verify).wrap_socket(connection, server_hostname=host):
+                    pass
+            elif fault.code != "no answer in time" and _speaks_tls(host, port, timeout):
+                return ConfigError(f"{where}: the server speaks HTTPS; write endpoint: https://{parts.netloc}")
+    except ssl.SSLCertVerificationError as error:
+        return _refused(where, host, error)
+    except ssl.SSLError:
+        return ConfigError(f"{where}: the server does not speak HTTPS; write endpoint: http://{parts.netloc}")
+    except socket.gaierror:
+        return BackendError(f"{where}: there is no host {host}; correct endpoint, or the network's names")
+    except ConnectionRefusedError:
+        return BackendError(f"{where}: connection refused; start the server, or correct endpoint; {_BY_ITSELF}")
+    except TimeoutError:
+        return BackendError(f"{where}: no connection within {timeout:g} s; look at firewalls, or correct endpoint")
+    except OSError as error:
+        return BackendError(f"{where}: {error.strerror or error}; {_BY_ITSELF}")
+    return BackendError(f"{where}: {fault.code}; {_BY_ITSELF}")
+
+
+def region_of(url: str, bucket: str, timeout: float, ca: str | None, *, verify: bool) -> str:
+    """The region that a server says a bucket is in, to whoever asks; empty if it does not say."""
+    parts = urlsplit(url)
+    connection = (
+        HTTPSConnection(parts.netloc, timeout=timeout, context=_context(ca, verify=verify))
+        if parts.scheme == "https"
+        else HTTPConnection(parts.netloc, timeout=timeout)
+    )
+    try:
+        connection.request("HEAD", "/" if (parts.hostname or "").startswith(f"{bucket}.") else f"/{bucket}")
+        return connection.getresponse().headers.get("x-amz-bucket-region", "")
+    except (OSError, HTTPException):
+        return ""
+    finally:
+        connection.close()
+
+
+def _refused(where: str, host: str, error: ssl.SSLCertVerificationError) -> BackendError | ConfigError:
+    if error.verify_code in (_EXPIRED, _NOT_YET):
+        when = "has expired" if error.verify_code == _EXPIRED else "is not valid yet"
+        return BackendError(f"{where}: the server's certificate {when}; renew it, or set this host's clock")
+    if error.verify_code == _OTHER_HOST or "match" in error.verify_message:
+        return ConfigError(f"{where}: the server's certificate is not for {host}; write the name that it is for")
+    return ConfigError(f"{where}: the server's certificate is of an unknown authority; write its file as ca_file")
+
+
+def _speaks_tls(host: str, port: int, timeout: float) -> bool:
+    try:
+        with (
+            socket.create_connection((host, port), timeout) as connection,
+            _context(None, verify=False).wrap_socket(connection, server_hostname=host),
+        ):
+            return True
+    except OSError:
+        return False
+
+
+def _context(ca: str | None, *, verify: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if ca is not None:
+        context.load_verify_locations(cadata=ca)
+    if not verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

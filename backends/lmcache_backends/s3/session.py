@@ -1,0 +1,322 @@
+"""One opening of the backend: a client, and the requests under way."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import xxhash
+
+from lmcache_backends.s3.client import DIGEST, Client
+from lmcache_backends.s3.diagnosis import region_of, unreachable
+from lmcache_backends.s3.errors import Fault, lacks, told
+from lmcache_backends.s3.identity import Identity
+from lmcache_backends.s3.names import Names
+from lmcache_backends.s3.options import S3Options
+from lmcache_backends.s3.retries import Retries
+from lmcache_backends.s3.tally import Tally
+from lmcache_backends.s3.target import Target
+from lmcache_core.errors import BackendError, ClosedError, ConfigError
+from lmcache_core.iothreads import IoThreads
+from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
+
+__all__ = ["Session"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_THREADS = 2
+_LAST_CALLS = 2.0
+"""Seconds that `close` gives requests that are under way."""
+_MOST_DELETED = 1000
+"""Objects that one request can delete."""
+_LARGEST_MANIFEST = 1 << 20
+
+
+class Session:
+    """Requests of one opening. `ClosedError` ends those that are under way when it is closed."""
+
+    def __init__(self, options: S3Options, tally: Tally) -> None:
+        self._options = options
+        self._tally = tally
+        self._threads = IoThreads("s3", _THREADS)
+        self._identity = Identity(options, self._threads)
+        self._names = Names(options.key_prefix())
+        self._retries = Retries(options.retries, options.retry_budget, tally)
+        self._free = asyncio.Semaphore(options.connections)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._client: Client | None = None
+        self._conditional = options.conditional
+        self._bulk = True
+        """Whether the server deletes several objects in one request."""
+        self._place = f"bucket {options.bucket_name()}"
+        self._objects = ""
+
+    # Life
+
+    async def open(self) -> None:
+        """Connect, and see whether we may read: an object that cannot be there is absent, and nothing else.
+
+        Raises:
+            ConfigError: With these options it can never work.
+            BackendError: It does not work now.
+        """
+        try:
+            await self._open()
+        except BaseException:  # a cancelled opening too must leave nothing behind
+            await self.close()
+            raise
+
+    async def _open(self) -> None:
+        options = self._options
+        ca = await self._threads.run(_authority, options.ca_file) if options.ca_file else None
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        target = Target.of(options, options.region or await self._identity.region(), endpoint)
+        self._place, self._objects = target.place, target.objects
+        await self._identity.keys()
+        self._client = client = await self._connected(target, ca)
+        try:
+            await client.fetch(self._names.absent, 0)
+        except Fault as fault:
+            raise await self._why(fault, target, ca) from None
+
+    async def _connected(self, target: Target, ca: str | None) -> Client:
+        options = self._options
+        name, library = ("aws", "aioboto3") if options.is_express() else ("rust", "obstore")
+        try:
+            module = await self._threads.run(importlib.import_module, f"lmcache_backends.s3.{name}")
+        except ImportError as error:
+            raise lacks(library) from error
+        if options.is_express():
+            making = await self._threads.run(module.prepare, options, target, self._identity)
+            aws: Client = await module.make(options, target, making, self._threads, self._tally)
+            return aws
+        rust: Client = await self._threads.run(module.make, options, target, self._identity, self._tally, ca)
+        return rust
+
+    async def _why(self, fault: Fault, target: Target, ca: str | None) -> BackendError | ConfigError:
+        """The error that says why it cannot be opened; asks the network where the fault doesn't say."""
+        options, verify = self._options, self._options.verify
+        if fault.status is None or (fault.status == 400 and not fault.code):
+            find = unreachable
+            return await self._threads.run(find, target.url, options.connect_timeout, ca, fault, verify=verify)
+        if fault.elsewhere and not fault.region:
+            limit = options.connect_timeout
+            region = await self._threads.run(region_of, target.url, target.bucket, limit, ca, verify=verify)
+            fault = Fault(fault.code, fault.status, region)
+        return told(fault, self._place, self._objects, opening=True)
+
+    async def close(self) -> None:
+        """Give what is under way some time, end the rest and let go of all connections."""
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=_LAST_CALLS)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+        self._threads.close()
+
+    # Verbs
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        found: dict[ChunkKey, bool] = {}
+
+        async def look(key: ChunkKey) -> None:
+            found[key] = await self._request(lambda client: client.head(self._names.chunk(key))) is not None
+
+        await self._all(look(key) for key in dict.fromkeys(keys))
+        return [found[key] for key in keys]
+
+    async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
+        results = [ReadResult.MISS] * len(keys)
+
+        async def one(place: int, key: ChunkKey, buffer: memoryview) -> None:
+            results[place] = await self._read(self._names.chunk(key), buffer)
+
+        await self._all(one(place, *each) for place, each in enumerate(zip(keys, into, strict=True)))
+        return results
+
+    async def _read(self, name: str, into: memoryview) -> ReadResult:
+        size, total = self._options.part, into.nbytes
+        starts = range(0, total, size) if total > size else range(1)
+        parts: dict[int, tuple[ReadResult, str]] = {}
+
+        async def one(first: int) -> None:
+            piece = into[first : first + size] if len(starts) > 1 else into
+            parts[first] = await self._request(lambda client: client.get(name, piece, first, total))
+
+        if len(starts) == 1:
+            await one(0)
+        else:
+            await self._all(one(first) for first in starts)
+        results = {result for result, _ in parts.values()}
+        if ReadResult.CORRUPT in results:
+            self._tally.add("values_of_another_size")
+            return ReadResult.CORRUPT
+        # Parts of two values that were written one after the other are none.
+        whole = results == {ReadResult.HIT} and len({etag for _, etag in parts.values()}) == 1
+        return ReadResult.HIT if whole else ReadResult.MISS
+
+    async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
+        results = [WriteResult.FULL] * len(chunks)
+
+        async def one(place: int, chunk: Chunk) -> None:
+            results[place] = await self._write(self._names.chunk(chunk.key), chunk.data)
+
+        await self._all(one(place, chunk) for place, chunk in enumerate(chunks))
+        return results
+
+    async def _write(self, name: str, data: memoryview) -> WriteResult:
+        digest = xxhash.xxh3_128_hexdigest(data) if self._conditional else ""
+        try:
+            if self._conditional:
+                if await self._created(name, data, digest):
+                    return WriteResult.STORED
+                there = await self._request(lambda client: client.head(name))
+                if there is not None and there.nbytes == data.nbytes and there.metadata.get(DIGEST) == digest:
+                    self._tally.add("writes_spared")
+                    return WriteResult.STORED
+                self._tally.add("objects_replaced")
+            await self._request(lambda client: client.put(name, data, digest, create=False))
+        except Fault as fault:
+            if fault.full:
+                return WriteResult.FULL
+            raise
+        return WriteResult.STORED
+
+    async def _created(self, name: str, data: memoryview, digest: str) -> bool:
+        """Write an object where there is none. Whether that is done."""
+        try:
+            return await self._request(lambda client: client.put(name, data, digest, create=True))
+        except Fault as fault:
+            if not fault.unknown_verb:
+                raise
+            self._conditional = False
+            self._threads.post(_log.warning, "s3: %s: takes no conditions, is written to without", self._place)
+            return False
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        names = list(dict.fromkeys(map(self._names.chunk, keys)))
+        batches = [names[first : first + _MOST_DELETED] for first in range(0, len(names), _MOST_DELETED)]
+        await self._all(self._delete(batch) for batch in batches)
+
+    async def _delete(self, names: list[str]) -> None:
+        if self._bulk and len(names) > 1:
+            try:
+                await self._request(lambda client: client.delete(names))
+                return
+            except Fault as fault:
+                if not fault.unknown_verb:
+                    raise
+                self._bulk = False
+
+        async def one(name: str) -> None:
+            await self._request(lambda client: client.delete_one(name))
+
+        await self._all(one(name) for name in names)
+
+    async def describe(self, space: bytes, manifest: bytes) -> None:
+        name, data = self._names.manifest(space), memoryview(manifest)
+
+        async def one() -> None:
+            await self._request(lambda client: client.put(name, data, "", create=False))
+
+        await self._all([one()])
+
+    async def manifests(self) -> dict[bytes, bytes]:
+        found: dict[bytes, bytes] = {}
+
+        async def one(space: bytes, name: str) -> None:
+            manifest = await self._request(lambda client: client.fetch(name, _LARGEST_MANIFEST))
+            if manifest is not None:
+                found[space] = manifest
+
+        async def each() -> None:
+            names = await self._request(lambda client: client.names(self._names.manifests))
+            spaces = {name: self._names.space_of(name) for name in names}
+            await self._all(one(space, name) for name, space in spaces.items() if space is not None)
+
+        await self._all([each()])
+        return found
+
+    # Requests
+
+    async def _request(self, request: Callable[[Client], Awaitable[T]]) -> T:
+        """What the client makes of a request, as soon as there is a connection for it."""
+
+        async def once() -> T:
+            async with self._free:
+                if self._client is None:
+                    raise ClosedError("s3: the backend has been closed")
+                return await request(self._client)
+
+        return await self._retries.run(once)
+
+    async def run(self, verb: Coroutine[object, object, T]) -> T:
+        """What a verb returns.
+
+        Raises:
+            BackendError: A request of it failed.
+        """
+        try:
+            return await verb
+        except Fault as fault:
+            raise told(fault, self._place, self._objects) from None
+
+    async def _all(self, works: Iterable[Coroutine[object, object, None]]) -> None:
+        """Do all of it at once, and end when all of it has: at the first that fails, or when cancelled, the rest is
+        cancelled, so that nothing of it touches a buffer any more."""
+        tasks = [asyncio.ensure_future(work) for work in works]
+        if not tasks:
+            return
+        self._tasks.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._tasks.discard)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            await _ended([task for task in tasks if not task.done()])
+        failed: BaseException | None = None
+        for task in tasks:
+            if task.cancelled():
+                failed = failed or ClosedError("s3: the backend has been closed")
+            elif (error := task.exception()) is not None and not isinstance(failed, Fault):
+                failed = error
+        if failed is not None:
+            raise failed
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait until they have ended, even when cancelled meanwhile."""
+    for task in tasks:
+        task.cancel()
+    waiting, cancelled = set(tasks), None
+    while waiting:
+        try:
+            _, waiting = await asyncio.wait(waiting)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            waiting = {task for task in waiting if not task.done()}
+    if cancelled is not None:
+        raise cancelled
+
+
+def _authority(path: str) -> str:
+    """Certificates from a file."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not PEM"
+        raise ConfigError(f"s3: ca_file {path!r} cannot be read: {why}; correct the path") from None
+    if "BEGIN CERTIFICATE" not in text:
+        raise ConfigError(f"s3: ca_file {path!r} has no certificate; write a file in PEM")
+    return text
