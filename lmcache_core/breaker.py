@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class Breaker:
     """Opens after `failures` failures in a row; the time until it may be probed doubles from `cooldown` to
-    `max_cooldown` seconds while probes fail."""
+    `max_cooldown` seconds while probes fail, or succeed and nothing else does afterwards."""
 
     failures: int = 3
     cooldown: float = 1.0
@@ -28,12 +28,14 @@ class Breaker:
         """Open at once. Returns whether it was closed."""
         was_closed, self.open = not self.open, True
         if was_closed:
-            self._wait = self.cooldown
+            self._wait = max(self._wait, self.cooldown)
         return was_closed
 
     def succeeded(self) -> None:
         """Note a success: failures before it don't count."""
         self._row = 0
+        if not self.open:
+            self._wait = 0.0
 
     def next_probe(self) -> float:
         """Seconds from now until the next probe; the one after that is later."""
@@ -41,6 +43,6 @@ class Breaker:
         return wait
 
     def close(self) -> None:
-        """A probe succeeded."""
+        """A probe succeeded. Only a success of something else shows that all is well again."""
         self.open = False
         self._row = 0

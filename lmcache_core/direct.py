@@ -133,6 +133,10 @@ class DirectClient:
             mask |= self._bits[name]
         return mask
 
+    def _too_short_for(self, tokens: int) -> int:
+        """Mask of the tiers that want longer prompts."""
+        return sum(tier_bit(n) for n, tier in enumerate(self.node.config.tiers) if tokens < tier.min_prompt)
+
     def _tier_of(self, entry: Entry, readable: int) -> str:
         where = entry.where & readable
         return self._names.get(where & -where, CPU)
@@ -259,6 +263,7 @@ class DirectClient:
         """See `Client`."""
         check_keys(keys)
         spaces, mask, shard = _spaces(model), self._mask(places), self._shard(model.namespace.shards)
+        mask &= ~self._too_short_for(len(keys) * model.namespace.page_tokens)
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
             plan = index.plan_store(spaces, keys, at, first_page, mask, PLANNED, self.tenant)

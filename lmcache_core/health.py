@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 
 from lmcache_core.breaker import Breaker
@@ -60,6 +61,7 @@ class TierHealth:
         self._breaker = Breaker(config.breaker.failures, config.breaker.cooldown, config.breaker.max_cooldown)
         self._recovering: asyncio.Task[None] | None = None
         self._attempt = 0
+        self._last_success = -math.inf
 
     async def open(self) -> None:
         """Open the backend and learn what it holds. A medium that cannot be used now is tried again later.
@@ -125,13 +127,25 @@ class TierHealth:
     def succeeded(self) -> None:
         """Note a success of the backend."""
         self._breaker.succeeded()
+        self._last_success = asyncio.get_running_loop().time()
 
     def failed(self, error: Exception, what: str) -> None:
         """Note a failure of the backend; enough of them in a row open the breaker."""
-        self.why = _why(error)
-        self._log.warning(what, "tier %s %s: %s", self._config.name, what, self.why)
+        self._note(error, what)
         if self._breaker.failed():
             self._down()
+
+    def timed_out(self, what: str, limit: float) -> None:
+        """Something has not ended in `limit` seconds. If nothing else has succeeded in this time either the breaker
+        opens at once: others would wait as long."""
+        self._note(TimeoutError(), what)
+        still = self._last_success < asyncio.get_running_loop().time() - limit
+        if self._breaker.trip() if still else self._breaker.failed():
+            self._down()
+
+    def _note(self, error: Exception, what: str) -> None:
+        self.why = _why(error)
+        self._log.warning(what, "tier %s %s: %s", self._config.name, what, self.why)
 
     def quarantine(self, nbytes: int) -> None:
         """Slots of so many bytes are in use past their deadline; too many of them open the breaker."""

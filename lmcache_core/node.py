@@ -330,6 +330,7 @@ def _rules(config: Config, tier: TierConfig, backend: StorageBackend) -> TierRul
         remembers_use=isinstance(backend, RemembersUse),
         evictable=listed,
         pending_limit=max(config.cpu.capacity // 2, 1),
+        promote=tier.promote,
     )
 
 

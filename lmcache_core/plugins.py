@@ -41,7 +41,7 @@ TRANSFERS = "lmcache_core.transfers"
 
 _DISTRIBUTION = "lmcache-core"
 # Names people may expect and that this version lacks.
-_LATER = frozenset({"redis", "valkey", "s3", "nfs", "gds", "mooncake"})
+_LATER = frozenset({"gds", "mooncake", "nixl"})
 # The extra with what a backend of our own needs.
 _EXTRAS = {"redis": "redis", "s3": "s3"}
 # What a tier understands itself. `capacity` is for both: the node evicts by it, and a backend may want to know it.

@@ -12,7 +12,9 @@ from lmcache_core.errors import BackendError
 from lmcache_core.guard import IndexGuard
 from lmcache_core.index import Space, tier_bit
 from lmcache_core.index.boundary import chunks_to_store
-from lmcache_core.protocols import ChunkKey, Scannable
+from lmcache_core.namespace import GroupKind
+from lmcache_core.prefixsearch import PrefixSearch
+from lmcache_core.protocols import ChunkKey, CostlyProbes, Scannable, StorageBackend
 from lmcache_core.tier import TierRunner
 
 FRESH = 1.0
@@ -22,6 +24,9 @@ _REMEMBERED = 4096
 
 Prompt = tuple[bytes, bytes, int]
 """Space, last page, and places that were asked."""
+
+Run = tuple[int, int]
+"""First page and number of pages of a chunk."""
 
 
 class Prober:
@@ -70,15 +75,26 @@ class Prober:
         keys: Sequence[bytes],
         first_page: int,
     ) -> None:
+        """Ask the tiers side by side, until all have answered or those that have hold the whole prompt."""
+        asked = [asyncio.ensure_future(self._ask_tier(runner, spaces, keys, first_page)) for runner in runners]
         try:
-            await asyncio.gather(*(self._ask_tier(runner, spaces, keys, first_page) for runner in runners))
+            for answered in asyncio.as_completed(asked):
+                await answered
+                if len(asked) > 1 and self._complete(spaces, keys, prompt[2]):
+                    break
         finally:
+            for each in asked:
+                each.cancel()
             with self._guard.mutex:
                 del self._asking[prompt]
                 self._fresh.pop(prompt, None)
                 self._fresh[prompt] = time.monotonic() + FRESH
                 while len(self._fresh) > _REMEMBERED:
                     del self._fresh[next(iter(self._fresh))]
+
+    def _complete(self, spaces: Sequence[Space], keys: Sequence[bytes], places: int) -> bool:
+        with self._guard.mutex:
+            return not self._guard.broken and self._guard.index.find(spaces, keys, places).pages == len(keys)
 
     async def _ask_tier(
         self, runner: TierRunner, spaces: Sequence[Space], keys: Sequence[bytes], first_page: int
@@ -87,7 +103,10 @@ class Prober:
             async with asyncio.timeout(runner.config.read_timeout):
                 for space in spaces:
                     await self._ask_space(runner, space, keys, first_page)
-        except (BackendError, TimeoutError) as error:
+        except TimeoutError:
+            limit = runner.config.read_timeout
+            runner.health.timed_out(f"did not tell what it holds within {limit:g} s", limit)
+        except BackendError as error:
             runner.health.failed(error, "failed to look up")
 
     async def _ask_space(self, runner: TierRunner, space: Space, keys: Sequence[bytes], first_page: int) -> None:
@@ -95,21 +114,34 @@ class Prober:
         size = geometry.chunk_pages
         chunks = chunks_to_store(geometry.kind, len(keys), size, geometry.window_pages, (len(keys),))
         chunks = [(first, pages) for first, pages in chunks if first + pages > first_page][:MOST_KEYS]
-        held = await self._contains(runner, space, keys, chunks)
-        missing = next((chunk for chunk, present in zip(chunks, held, strict=True) if not present), None)
-        if missing is not None and missing[1] > 1:
-            shorter = [(missing[0], pages) for pages in range(missing[1] - 1, 0, -1)]
-            await self._contains(runner, space, keys, shorter)
+        if _costly(runner.backend) and space.kind is GroupKind.FULL:
+            end = await self._search(runner, space, keys, chunks)
+        else:
+            held = await self._held(runner, space, keys, chunks)
+            self._learn(runner, space, keys, [chunk for chunk, there in zip(chunks, held, strict=True) if there])
+            end = held.index(False) if False in held else len(chunks)
+        if end < len(chunks) and chunks[end][1] > 1:
+            first, most = chunks[end]
+            shorter = [(first, pages) for pages in range(most - 1, 0, -1)]
+            held = await self._held(runner, space, keys, shorter)
+            self._learn(runner, space, keys, [chunk for chunk, there in zip(shorter, held, strict=True) if there])
 
-    async def _contains(
-        self, runner: TierRunner, space: Space, keys: Sequence[bytes], chunks: Sequence[tuple[int, int]]
-    ) -> list[bool]:
-        names = [ChunkKey(space.digest, keys[first + pages - 1]) for first, pages in chunks]
-        held = await runner.contains(names)
-        found = [
-            (tuple(keys[first : first + pages]), keys[first - 1] if first else b"")
-            for (first, pages), present in zip(chunks, held, strict=True)
-            if present
-        ]
+    async def _search(self, runner: TierRunner, space: Space, keys: Sequence[bytes], chunks: Sequence[Run]) -> int:
+        """How many of a prompt's chunks are stored, found with few questions. Those in front of the last one that is
+        there are taken to be there too."""
+        search = PrefixSearch(len(chunks))
+        while numbers := search.next():
+            search.tell(numbers, await self._held(runner, space, keys, [chunks[number] for number in numbers]))
+        self._learn(runner, space, keys, chunks[: search.stored])
+        return search.stored
+
+    async def _held(self, runner: TierRunner, space: Space, keys: Sequence[bytes], chunks: Sequence[Run]) -> list[bool]:
+        return await runner.contains([ChunkKey(space.digest, keys[first + pages - 1]) for first, pages in chunks])
+
+    def _learn(self, runner: TierRunner, space: Space, keys: Sequence[bytes], chunks: Sequence[Run]) -> None:
+        found = [(tuple(keys[first : first + pages]), keys[first - 1] if first else b"") for first, pages in chunks]
         self._learned(runner.number, space, found)
-        return held
+
+
+def _costly(backend: StorageBackend) -> bool:
+    return isinstance(backend, CostlyProbes) and backend.costly_probes

@@ -199,8 +199,6 @@ class TierRunner:
         except (BackendError, ConfigError, TimeoutError) as error:
             self.health.failed(error, "failed to read")
             return [None] * len(loads)
-        if not any(load.late for load in loads):
-            self.health.succeeded()
         if not isinstance(results, (list, tuple)) or len(results) != len(loads):
             self.health.failed(BackendError(f"{results!r:.80} for {len(loads)} keys"), "failed to read")
             return [None] * len(loads)
@@ -213,6 +211,10 @@ class TierRunner:
                     self._log.warning("corrupt", "tier %s: chunk is a miss: %s", self.config.name, damage)
                     result = ReadResult.CORRUPT
             checked.append(result)
+        if all(result is ReadResult.CORRUPT for result in checked):
+            self.health.failed(BackendError("what it gave is not what was stored"), "gives wrong bytes")
+        elif not any(load.late for load in loads):
+            self.health.succeeded()
         return checked
 
     def _late_read(self, load: Load) -> None:
@@ -221,7 +223,7 @@ class TierRunner:
         if load not in self._reads:
             self._overdue.add(load)
             self.health.quarantine(load.entry.nbytes)
-            self.health.failed(TimeoutError(), f"did not answer within {self.config.read_timeout:g} s")
+            self.health.timed_out(f"did not answer within {self.config.read_timeout:g} s", self.config.read_timeout)
         self._pump()
 
     def _untimed(self, load: Load) -> None:

@@ -234,9 +234,10 @@ class _Converter:
     def _s3(self, rest: str) -> _Outcome:
         host, _, prefix = rest.partition("/")
         bucket = host.partition(".s3")[0] if ".s3" in host else host
-        problem = self._add(
-            {"backend": "s3", "url": _literal(f"s3://{bucket}/{prefix}" if prefix else f"s3://{bucket}")}
-        )
+        tier = {"backend": "s3", "bucket": _literal(bucket)}
+        if prefix:
+            tier["prefix"] = _literal(prefix)
+        problem = self._add(tier)
         if problem:
             return _Outcome("dropped", problem)
         if bucket == host:

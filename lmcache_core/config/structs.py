@@ -68,6 +68,12 @@ class TierConfig(_Section, frozen=True, forbid_unknown_fields=True):
     admit: Literal["always", "second-touch"] = "always"
     """Which chunks are written: `always` all, or only those that were asked for a second time (`second-touch`), which
     spares flash memory."""
+    min_prompt: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Tokens that a prompt must have at least for its chunks to be written as they are stored: where each chunk is a
+    request that costs money or a round trip, short prompts may not be worth it."""
+    promote: bool = True
+    """Also write chunks here that were read from a tier further down. With `admit: second-touch` a second use does
+    that."""
     policy: Policy = "lru"
     """Which chunks leave first when the tier is full: `lru` or `s3fifo`, as in the host pool."""
     read_timeout: Duration = 2.0

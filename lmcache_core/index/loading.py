@@ -52,6 +52,7 @@ class Loading(Residency):
             load.slot.sealed = True
             self.enter_pool(entry, load.slot)
             self.line_up(entry)
+            self._promote(entry, tier)
             return True
         if result is not ReadResult.HIT:
             reason = {ReadResult.CORRUPT: "corrupt_chunks", ReadResult.MISS: "vanished_chunks"}
@@ -66,6 +67,12 @@ class Loading(Residency):
                 return False
         self.dropped(load)
         return True
+
+    def _promote(self, entry: Entry, source: TierState) -> None:
+        """Bring a chunk that was read from a tier to those above it too; where a second use decides, that use does."""
+        rules = [(tier.bit, tier.rules) for tier in self.tiers[: source.number]]
+        above = sum(bit for bit, each in rules if each.promote and each.admit == "always")
+        self.write_through(entry, above & ~entry.where)
 
     def dropped(self, load: Load) -> None:
         """Event: a read was not carried out, which says nothing about the chunk."""

@@ -31,6 +31,7 @@ class TierRules:
         remembers_use: Whether it wants to know what was used.
         evictable: Whether chunks may be deleted from it to make room.
         pending_limit: Bytes of chunks that may wait to be written, or are; one chunk may always.
+        promote: Whether chunks that were read from tiers further down are written here too.
     """
 
     name: str
@@ -42,6 +43,7 @@ class TierRules:
     remembers_use: bool = False
     evictable: bool = True
     pending_limit: int = 1 << 62
+    promote: bool = True
 
 
 class TierState:

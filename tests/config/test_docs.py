@@ -39,8 +39,15 @@ def own_backends() -> list[str]:
 
 
 def sections() -> dict[str, str]:
-    """Text of the page below each heading."""
-    parts = re.split(r"^#+ (.*)$", PAGE.read_text(), flags=re.MULTILINE)
+    """Text of the page below each heading, and of the options of backends that have a page of their own."""
+    found = sections_of(PAGE)
+    for page in PAGE.parent.glob("backends/*.md"):
+        found[f"`backend: {page.stem}`"] = sections_of(page).get("Options", "")
+    return found
+
+
+def sections_of(page: Path) -> dict[str, str]:
+    parts = re.split(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 

@@ -286,8 +286,8 @@ MISTAKES = {
         ("tiers.yaml:2: ", "tiers[0].path: 5 is not possible", "write text or a list of text", "quote text"),
     ),
     "a backend of another version": Mistake(
-        "tiers:\n- backend: redis\n",
-        ("tiers.yaml:2: ", "there is no backend 'redis'; this version of lmcache-core has no such backend; installed"),
+        "tiers:\n- backend: gds\n",
+        ("tiers.yaml:2: ", "there is no backend 'gds'; this version of lmcache-core has no such backend; installed"),
     ),
     "a key without a value": Mistake(
         "cpu:\n  capacity:\n", ("tiers.yaml:2: ", "cpu.capacity has no value", "write one (size) or delete it")

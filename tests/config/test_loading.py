@@ -337,6 +337,8 @@ def test_what_is_shown() -> None:
         ("tiers[0].capacity", "500GB", "tiers.yaml:6"),
         ("tiers[0].write", "through", "default"),
         ("tiers[0].admit", "always", "default"),
+        ("tiers[0].min_prompt", "0", "default"),
+        ("tiers[0].promote", "true", "default"),
         ("tiers[0].policy", "lru", "default"),
         ("tiers[0].read_timeout", "2s", "default"),
         ("tiers[0].write_timeout", "30s", "default"),

@@ -58,6 +58,13 @@ class UrlLike(msgspec.Struct, forbid_unknown_fields=True):
     url: str
 
 
+class BucketLike(msgspec.Struct, forbid_unknown_fields=True):
+    """What a bucket needs."""
+
+    bucket: str
+    prefix: str = ""
+
+
 class Backend:
     """Keeps nothing."""
 
@@ -73,7 +80,7 @@ def lmcache_create_backend(options: object) -> object:
 @pytest.fixture
 def future_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """`disk`, `redis` and `s3` exist, and nothing else."""
-    for name, options in {"disk": DiskLike, "redis": UrlLike, "s3": UrlLike}.items():
+    for name, options in {"disk": DiskLike, "redis": UrlLike, "s3": BucketLike}.items():
         hook = hookimpl(lambda options=options: options)
         plugin = SimpleNamespace(lmcache_backend_options=hook, lmcache_create_backend=lmcache_create_backend)
         monkeypatch.setitem(globals(), f"plugin_{name}", plugin)
@@ -214,13 +221,13 @@ def test_a_typical_configuration() -> None:
             "remote_url: s3://b.s3.eu-west-1.amazonaws.com",
             "remote_url",
             "changed",
-            {"tiers": [{"backend": "s3", "url": "s3://b"}]},
+            {"tiers": [{"backend": "s3", "bucket": "b"}]},
         ),
         (
             "remote_url: s3://b/kv",
             "remote_url",
             "mapped",
-            {"tiers": [{"backend": "s3", "url": "s3://b/kv"}]},
+            {"tiers": [{"backend": "s3", "bucket": "b", "prefix": "kv"}]},
         ),
         ("remote_url: lm://h:65432", "remote_url", "dropped", None),
         ("remote_url: infinistore://h:1", "remote_url", "dropped", None),
@@ -285,16 +292,16 @@ def test_an_empty_file_has_the_defaults() -> None:
     ("text", "key", "why", "comment"),
     [
         (
-            "remote_url: redis://u:p@h:1",
+            "remote_url: redis://u:p@h:99999",
             "remote_url",
-            "there is no backend 'redis'; this version of lmcache-core has no such backend; installed are: cpu, disk",
-            {"backend": "redis", "url": "redis://u:p@h:1"},
+            "redis: url cannot be read (Port out of range 0-65535); write redis://host:6379/0",
+            {"backend": "redis", "url": "redis://u:p@h:99999"},
         ),
         (
-            "remote_url: s3://b/kv",
+            "remote_url: s3://b_/kv",
             "remote_url",
-            "there is no backend 's3'; this",
-            {"backend": "s3", "url": "s3://b/kv"},
+            "s3: bucket 'b_' is no name of a bucket",
+            {"backend": "s3", "bucket": "b_", "prefix": "kv"},
         ),
         (
             "local_disk: cache/\nmax_local_disk_size: 5",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import msgspec
 
 from lmcache_backends.redis.backend import RedisBackend
 from lmcache_backends.redis.options import RedisOptions
-from lmcache_core.errors import ConfigError
 from lmcache_core.hookspecs import hookimpl
 from lmcache_core.protocols import StorageBackend
 
@@ -22,6 +19,4 @@ def lmcache_backend_options() -> type[msgspec.Struct]:
 
 @hookimpl
 def lmcache_create_backend(options: RedisOptions) -> StorageBackend:
-    if importlib.util.find_spec("redis") is None:
-        raise ConfigError("a redis tier needs the package redis, which is missing: pip install 'lmcache-core[redis]'")
     return RedisBackend(options)

@@ -66,7 +66,7 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         InvalidSetting: One of them cannot work; the message says what to write.
     """
 
-    url: Secret
+    url: str
     """Where the server is: `redis://host:6379/0`, with TLS `rediss://host:6379/0`, or `unix:///path/of/socket`; the
     schemes `valkey`, `valkeys` and `valkey+unix` mean the same. User and password may stand in it, as in
     `rediss://user:password@host`, but are better given by the environment: `${env:NAME}`. Of a cluster, any node; with
@@ -137,7 +137,7 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Raises:
             InvalidSetting: The URL is none.
         """
-        text = str(self.url)
+        text = self.url
         scheme, separator, rest = text.partition("://")
         kind = _SCHEMES.get(scheme.lower())
         if not separator or kind is None:

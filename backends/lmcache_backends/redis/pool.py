@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -58,26 +59,27 @@ class Connections:
     async def _connect(self) -> RespSocket:
         if self._closed:
             raise ClosedError(f"the connections to {self.where} have been closed")
-        future = self._threads.submit(self._connector.connect, self.where)
+        arriving = _Arriving(self._connector, self.where)
         try:
-            connection = await asyncio.shield(future)
-        except asyncio.CancelledError:
-            future.add_done_callback(_discard)
+            connection = await self._threads.run(arriving.connect)
+        except BaseException:
+            arriving.give_up()
             raise
         self.made += 1
         return connection
 
     async def _work(self, job: Callable[[RespSocket], T], connection: RespSocket) -> T:
-        future = self._threads.submit(job, connection)
         good = False
         try:
-            result = await asyncio.shield(future)
+            future = self._threads.submit(job, connection)
+            try:
+                result = await asyncio.shield(future)
+            except asyncio.CancelledError:
+                connection.abort()
+                await ended([future])
+                raise
             good = True
             return result
-        except asyncio.CancelledError:
-            connection.abort()
-            await ended([future])
-            raise
         finally:
             self.sent += connection.sent
             self.received += connection.received
@@ -95,7 +97,27 @@ class Connections:
         self._threads.close()
 
 
-def _discard(future: asyncio.Future[RespSocket]) -> None:
-    """Close a connection that came too late for who wanted it."""
-    if not future.cancelled() and future.exception() is None:
-        future.result().close()
+class _Arriving:
+    """A connection that is being made on a thread, and that nobody may want any more when it is there."""
+
+    def __init__(self, connector: Connector, where: Address) -> None:
+        self._connector = connector
+        self._where = where
+        self._lock = threading.Lock()
+        self._wanted = True
+        self._made: RespSocket | None = None
+
+    def connect(self) -> RespSocket:
+        made = self._connector.connect(self._where)
+        with self._lock:
+            if self._wanted:
+                self._made = made
+                return made
+        made.close()
+        raise ConnectionLost("nobody wants it any more")
+
+    def give_up(self) -> None:
+        with self._lock:
+            self._wanted = False
+        if self._made is not None:
+            self._made.close()

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import redis
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+from redis.retry import Retry
+
 from lmcache_backends.redis import problems
 from lmcache_backends.redis.connecting import Connector
 from lmcache_backends.redis.options import Address
@@ -29,7 +34,7 @@ class Topology:
         """Who holds `key`; None if nobody does."""
         if not self.slots:
             return self.servers[0]
-        number = self.slots[_slot(key)]
+        number = self.slots[key_slot(key)]
         return None if number < 0 else self.servers[number]
 
     def moved(self, slot: int, server: Address) -> None:
@@ -38,12 +43,6 @@ class Topology:
             if server not in self.servers:
                 self.servers.append(server)
             self.slots[slot] = self.servers.index(server)
-
-
-def _slot(key: bytes) -> int:
-    from redis.crc import key_slot
-
-    return key_slot(key)
 
 
 def find(connector: Connector, known: list[Address]) -> Topology:
@@ -68,8 +67,6 @@ def find(connector: Connector, known: list[Address]) -> Topology:
 
 
 def _ask(connector: Connector, where: Address) -> Topology:
-    import redis
-
     mode: str = connector.options.mode
     client = _client(connector, where, connector.url.username, connector.url.password, connector.url.database)
     try:
@@ -94,8 +91,6 @@ def _ask(connector: Connector, where: Address) -> Topology:
 
 def _mode(client: Any) -> str:
     """What a server is a part of: as it says, else as it can do."""
-    import redis
-
     try:
         info = client.info("server")
     except redis.exceptions.ResponseError:  # the user may not ask
@@ -105,8 +100,6 @@ def _mode(client: Any) -> str:
 
 
 def _policy(client: Any) -> str:
-    import redis
-
     try:
         info = client.info("memory")
     except redis.exceptions.ResponseError:
@@ -143,8 +136,6 @@ def _text(value: bytes | str) -> str:
 
 
 def _masters(client: Any) -> list[str]:
-    import redis
-
     try:
         return list(client.sentinel_masters())
     except redis.exceptions.RedisError:
@@ -152,8 +143,6 @@ def _masters(client: Any) -> list[str]:
 
 
 def _primary(connector: Connector) -> Address:
-    import redis
-
     options = connector.options
     problem = BackendError("redis: there is no sentinel")
     for where in options.sentinel_addresses():
@@ -178,10 +167,6 @@ def _primary(connector: Connector) -> Address:
 
 
 def _client(connector: Connector, where: Address, username: str, password: str, database: int) -> Any:
-    import redis
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
-
     options = connector.options
     settings: dict[str, Any] = {
         "username": username or None,
