@@ -88,15 +88,15 @@ class Inside:
 
     @property
     def connector(self) -> Any:
-        """Ours, on the scheduler's side."""
-        return self.core.scheduler.connector
+        """Ours, on the scheduler's side; None in an engine without us."""
+        return _ours(self.core.scheduler.connector)
 
     @property
     def worker(self) -> Any:
         """Ours, on the worker's side."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group()
+        return _ours(get_kv_transfer_group())
 
     def generate(
         self, prompts: Sequence[Sequence[int]], tokens: int = 8, *, salt: str | None = None, **params: Any
@@ -169,6 +169,12 @@ class Inside:
     def close(self) -> None:
         """Shut the engine down as vLLM does."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def _ours(connector: Any) -> Any:
+    """What vLLM has as its connector, or ours of those that it has."""
+    several = getattr(connector, "sub_connectors", None)
+    return connector if several is None else next(each for each in several if type(each).__module__.startswith(MODULE))
 
 
 def _generate(inside: Inside, /, prompts: Sequence[Sequence[int]], tokens: int, **params: Any) -> list[Answer]:
