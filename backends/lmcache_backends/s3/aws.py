@@ -24,7 +24,7 @@ from botocore.session import Session
 
 from lmcache_backends.s3.client import DIGEST, Head, Part
 from lmcache_backends.s3.errors import Fault, fault_of_text
-from lmcache_backends.s3.identity import Identity
+from lmcache_backends.s3.identity import Identity, keep_quiet
 from lmcache_backends.s3.options import S3Options
 from lmcache_backends.s3.tally import Tally
 from lmcache_backends.s3.target import Target
@@ -72,6 +72,7 @@ def _models() -> Any:
 
 def prepare(options: S3Options, target: Target, identity: Identity) -> Making:
     """On a thread, since it reads files."""
+    keep_quiet()
     arguments: dict[str, Any] = {
         "region_name": target.region,
         "endpoint_url": target.endpoint if target.own else None,

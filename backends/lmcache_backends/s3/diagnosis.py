@@ -28,7 +28,7 @@ def unreachable(url: str, timeout: float, ca: str | None, fault: Fault, *, verif
             if secure:
                 with _context(ca, verify=verify).wrap_socket(connection, server_hostname=host):
                     pass
-            elif fault.code != "no answer in time" and _speaks_tls(host, port, timeout):
+            elif fault.code != "no answer in time" and _speaks_tls(connection, host):
                 return ConfigError(f"{where}: the server speaks HTTPS; write endpoint: https://{parts.netloc}")
     except ssl.SSLCertVerificationError as error:
         return _refused(where, host, error)
@@ -71,15 +71,12 @@ def _refused(where: str, host: str, error: ssl.SSLCertVerificationError) -> Back
     return ConfigError(f"{where}: the server's certificate is of an unknown authority; write its file as ca_file")
 
 
-def _speaks_tls(host: str, port: int, timeout: float) -> bool:
+def _speaks_tls(connection: socket.socket, host: str) -> bool:
     try:
-        with (
-            socket.create_connection((host, port), timeout) as connection,
-            _context(None, verify=False).wrap_socket(connection, server_hostname=host),
-        ):
-            return True
+        _context(None, verify=False).wrap_socket(connection, server_hostname=host).close()
     except OSError:
         return False
+    return True
 
 
 def _context(ca: str | None, *, verify: bool) -> ssl.SSLContext:

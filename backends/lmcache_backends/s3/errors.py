@@ -30,6 +30,7 @@ _ELSEWHERE = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstrai
 
 _STATUS = re.compile(r"status code: (\d{3})|with status (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
+_URL = re.compile(r"https?://[^\s\"]+")
 _REGION = re.compile(r"<Region>([a-z0-9-]{1,32})</Region>")
 
 _MAY = "s3:GetObject, s3:PutObject and s3:DeleteObject on {objects}, and s3:ListBucket on the bucket"
@@ -60,7 +61,7 @@ _LINK = (
     (r"InvalidContentType|WRONG_VERSION_NUMBER|record layer failure", "the server does not speak TLS", False),
     (r"dns error|Name or service not known|gaierror|resolve", "its host has no address", True),
     (r"ConnectionRefused|[Cc]onnection refused|Connect call failed", "connection refused", True),
-    (r"TimedOut|[Tt]imed? ?out", "no answer in time", True),
+    (r"TimedOut|[Tt]imed out|Timeout|(Read|Connect) timeout", "no answer in time", True),
     (r"ConnectionReset|Connection reset|BrokenPipe", "the connection was reset", True),
     (
         r"IncompleteMessage|IncompleteBody|UnexpectedEof|[Dd]isconnected|closed|not enough data",
@@ -107,6 +108,7 @@ def fault_of_text(text: str) -> Fault:
     if status is None and "redirect without LOCATION" in text:
         return Fault("PermanentRedirect", 301, region[1] if region else "")
     if status is None:
+        text = _URL.sub("", text)
         for pattern, words, passing in _LINK:
             if re.search(pattern, text):
                 return Fault(words, passing=passing)

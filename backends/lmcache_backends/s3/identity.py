@@ -6,6 +6,7 @@ Finding them reads files, asks other services and runs programs, so it is done o
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
@@ -15,11 +16,20 @@ from lmcache_backends.s3.options import S3Options
 from lmcache_core.errors import BackendError, ConfigError
 from lmcache_core.iothreads import IoThreads
 
-__all__ = ["Identity", "Keys"]
+__all__ = ["Identity", "Keys", "keep_quiet"]
 
 _REGION = "us-east-1"
 _LOOK_AGAIN = timedelta(minutes=10)
 """After which even keys without an end are looked up again: a file may have changed."""
+
+
+def keep_quiet() -> None:
+    """At DEBUG, botocore logs requests with their tokens and answers with keys in them. Whoever wants that sets the
+    level of its logger, not only that of all."""
+    for name in ("botocore", "aiobotocore"):
+        logger = logging.getLogger(name)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
 
 
 class Keys(NamedTuple):
@@ -86,7 +96,7 @@ class Identity:
             ) from None  # their text may have what a program printed
         again = datetime.now(UTC) + _LOOK_AGAIN
         ends = getattr(self._credentials, "_expiry_time", None)
-        expires = min(again, ends) if isinstance(ends, datetime) else again
+        expires = min(again, ends.astimezone(UTC)) if isinstance(ends, datetime) else again
         return Keys(frozen.access_key, frozen.secret_key, frozen.token, expires)
 
     def _opened(self) -> Any:
@@ -95,6 +105,7 @@ class Identity:
                 module = importlib.import_module("botocore.session")
             except ImportError as error:
                 raise lacks("aioboto3") from error
+            keep_quiet()
             self._session = module.Session(profile=self._options.profile or None)
             known = self._session.available_profiles
             if self._options.profile and self._options.profile not in known:

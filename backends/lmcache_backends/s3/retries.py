@@ -15,8 +15,8 @@ __all__ = ["Retries"]
 T = TypeVar("T")
 
 _FIRST, _LONGEST = 0.05, 2.0
-_GIVEN_BACK = 0.1
-"""Of a repetition, by each request that succeeds."""
+_COSTS = 10
+"""What a repetition takes from the budget; a request that succeeds gives 1 back."""
 
 
 class Retries:
@@ -25,7 +25,7 @@ class Retries:
 
     def __init__(self, most: int, budget: int, tally: Tally) -> None:
         self._most = most
-        self._budget = self._left = float(budget)
+        self._budget = self._left = budget * _COSTS
         self._tally = tally
 
     async def run(self, request: Callable[[], Awaitable[T]]) -> T:
@@ -41,13 +41,13 @@ class Retries:
             except Fault as fault:
                 if not fault.passing or done >= self._most:
                     raise
-                if self._left < 1:
+                if self._left < _COSTS:
                     self._tally.add("retries_refused")
                     raise
-                self._left -= 1
+                self._left -= _COSTS
                 self._tally.add("retries")
                 await asyncio.sleep(random.uniform(0, min(_LONGEST, _FIRST * 2**done)))
                 done += 1
             else:
-                self._left = min(self._budget, self._left + _GIVEN_BACK)
+                self._left = min(self._budget, self._left + 1)
                 return result

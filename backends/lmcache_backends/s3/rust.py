@@ -6,13 +6,10 @@ It says what went wrong in text only; `errors` reads it. Its retries are switche
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store
@@ -31,6 +28,7 @@ _CHECKSUMS = {"crc": "CRC64NVME", "sha256": "SHA256"}
 _BINARY = "application/octet-stream"
 _SHOWN = {"Content-Type": _BINARY}
 _OUT_OF_RANGE = 416
+_ENDS_SOON = 0.001
 
 
 def make(options: S3Options, target: Target, identity: Identity, tally: Tally, ca: str | None) -> RustClient:
@@ -142,12 +140,12 @@ class RustClient:
     async def put(self, name: str, data: memoryview, digest: str, *, create: bool) -> bool:
         self._tally.add("requests_put")
         attributes = self._attributes | ({DIGEST: digest} if digest else {})
-        lent = _Lent(data)
+        lent = memoryview(data)  # one of this request's own, which tells whether it is in use
         try:
             await obstore.put_async(
                 self._store,
                 name,
-                lent.take(),
+                lent,
                 attributes=attributes,
                 mode="create" if create else "overwrite",
                 use_multipart=False,
@@ -159,7 +157,7 @@ class RustClient:
         except (BaseError, ValueError) as error:
             raise fault_of_text(str(error)) from None
         finally:
-            await lent.returned()
+            await _returned(lent)
         self._tally.add("bytes_sent", data.nbytes)
         return True
 
@@ -190,40 +188,25 @@ class RustClient:
         return []
 
 
-class _Lent:
-    """Memory that Rust reads. A request that was cancelled ends on a thread of Rust's, some milliseconds later, and the
-    memory is ours again only then: when nobody refers to the array any more."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._array: np.ndarray[Any, Any] | None = np.frombuffer(data, np.uint8)
-        loop, self._back = asyncio.get_running_loop(), asyncio.Event()
-        self._watch = weakref.ref(self._array, _told_by(loop, self._back))
-
-    def take(self) -> np.ndarray[Any, Any]:
-        """The memory; once."""
-        array, self._array = self._array, None
-        assert array is not None
-        return array
-
-    async def returned(self) -> None:
-        """Wait until nobody reads it, even when cancelled meanwhile."""
-        self._array = None
-        cancelled: asyncio.CancelledError | None = None
-        while self._watch() is not None:
-            try:
-                await self._back.wait()
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
+async def _returned(view: memoryview) -> None:
+    """Wait until Rust reads no memory of ours any more, even when cancelled meanwhile. A request that was cancelled
+    ends on a thread of Rust's, some milliseconds later, and tells nobody."""
+    cancelled: asyncio.CancelledError | None = None
+    while not _released(view):
+        try:
+            await asyncio.sleep(_ENDS_SOON)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
-def _told_by(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> Callable[[object], None]:
-    def tell(_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # nobody waits: the event loop has ended
-            loop.call_soon_threadsafe(event.set)
-
-    return tell
+def _released(view: memoryview) -> bool:
+    try:
+        view.release()
+    except BufferError:
+        return False
+    return True
 
 
 def _no_bucket(text: str) -> None:
