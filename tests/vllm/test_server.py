@@ -11,7 +11,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.node.kv import until
+from tests.service.kit import serving as node
 from tests.vllm.conftest import Models, Plain
 from tests.vllm.engine import ENVIRONMENT, prompt, transfer_config
 from tests.vllm.models import BLOCK
@@ -51,18 +52,29 @@ class Server:
             return False
         return True
 
-    def answer(self) -> list[int]:
-        """The tokens that come behind the prompt."""
+    def ask(self, tokens: Sequence[int] = PROMPT, **more: Any) -> tuple[list[int], int]:
+        """The tokens that come behind a prompt, and how many of the prompt's were not computed."""
         wanted = {
             "model": self._model,
-            "prompt": PROMPT,
+            "prompt": list(tokens),
             "max_tokens": ANSWER,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
+            **more,
         }
-        (choice,) = json.loads(self.fetch("/v1/completions", wanted))["choices"]
-        return list(choice["token_ids"])
+        answer = json.loads(self.fetch("/v1/completions", wanted))
+        (choice,) = answer["choices"]
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        return list(choice["token_ids"]), int(details.get("cached_tokens") or 0)
+
+    def answer(self) -> list[int]:
+        """The tokens that come behind the prompt."""
+        return self.ask()[0]
+
+    def forget(self) -> None:
+        """Have vLLM forget what it has cached itself."""
+        self.fetch("/reset_prefix_cache", post=True)
 
     def metrics(self) -> dict[str, float]:
         """Ours by name and tier, and vLLM's own of hits."""
@@ -79,13 +91,22 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, cache: Mapping[str, Any]) -> Iterator[Server]:
+def serving(model: Path, cache: Mapping[str, Any], *more: str) -> Iterator[Server]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32"]
-    words += ["--enforce-eager", "--max-model-len", "8192", "--host", "127.0.0.1", "--port", str(port)]
-    words += ["--kv-transfer-config", json.dumps(transfer_config(cache))]
+    words += [
+        "--enforce-eager",
+        "--max-model-len",
+        "8192",
+        "--enable-prompt-tokens-details",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    words += ["--kv-transfer-config", json.dumps(transfer_config(cache)), *more]
     env = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
         lines: list[str] = []
@@ -127,7 +148,7 @@ def test_the_server_hits_from_memory_and_after_a_restart_from_disk(
     cache = {"cpu": {"capacity": "256MiB"}, "tiers": [disk]}
     with serving(model, cache) as server:
         assert server.answer() == expected
-        server.fetch("/reset_prefix_cache", post=True)
+        server.forget()
         assert server.answer() == expected
         metrics = server.metrics()
         assert metrics["lmcache_core_stored_tokens"] == THERE
@@ -142,3 +163,54 @@ def test_the_server_hits_from_memory_and_after_a_restart_from_disk(
         assert metrics["lmcache_core_loaded_tokens disk"] == THERE
         assert metrics["external_prefix_cache_hits"] == THERE
         assert metrics["lmcache_core_faults"] == 0
+
+
+OTHER, THIRD = prompt(78, 700), prompt(79, 500)
+TENANT = {"cache_salt": "a tenant"}
+
+
+def asking(**params: Any) -> dict[str, Any]:
+    """What a request says to ask of the cache."""
+    return {"kv_transfer_params": {"lmcache_core": params}}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_requests_ask_for_less_and_replicas_of_a_server_share_a_node(
+    models: Models, plain: Plain, tmp_path: Path
+) -> None:
+    """Of two engines behind one server either answers; what the prompt finds does not depend on which."""
+    model = models("llama")
+    expected = plain("llama", [OTHER, THIRD], ANSWER)
+    right = {tuple(OTHER): expected[0].tokens, tuple(THIRD): expected[1].tokens}
+    cache: dict[str, Any] = {"page_tokens": 128, "chunk_tokens": 128, "cpu": {"capacity": "64MiB"}}
+    # Of a request: what it asks for, and what it finds. The engines forget what they have themselves after each.
+    asked: list[tuple[list[int], dict[str, Any], int]] = [
+        (OTHER, asking(store=False), 0),
+        (OTHER, {}, 0),
+        (OTHER, {}, 640),
+        (OTHER, asking(load=False), 0),
+        (OTHER, asking(max_load_tokens=300), 256),
+        (OTHER, asking(max_load_tokens=0), 0),
+        (OTHER, asking(tiers=["disk"]), 640),
+        (OTHER, TENANT | asking(store=False), 0),
+        (OTHER, TENANT, 0),
+        (OTHER, TENANT, 640),
+        (THIRD, asking(tiers=["disk"]), 0),
+        (THIRD, asking(tiers=["cpu"]), 384),  # memory is always stored to
+        (THIRD, asking(tiers=[]), 0),
+        # What nobody knows costs the request its cache, and the server nothing.
+        (OTHER, asking(tiers=["tape"]), 0),
+        (OTHER, asking(lode=True), 0),
+        (OTHER, {"kv_transfer_params": {"lmcache_core": 5}}, 0),
+        (OTHER, {"kv_transfer_params": {"other": [1]}}, 640),
+    ]
+    with (
+        node(tmp_path, **cache) as (_, socket),
+        serving(model, {"connect": str(socket)}, "--data-parallel-size", "2") as server,
+    ):
+        for number, (tokens, params, cached) in enumerate(asked):
+            answer, found = server.ask(tokens, **params)
+            assert (number, found) == (number, cached)
+            assert answer == right[tuple(tokens)]
+            server.forget()
