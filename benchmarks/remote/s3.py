@@ -1,0 +1,275 @@
+"""The S3 tier, beside raw sockets, plain obstore and plain aioboto3 on the same server in memory.
+
+All move the same values between the same buffers ("slots") and the server, so many at once. Raw sockets are what the
+machine can do: blocking threads that send from a slot and receive into one, with a request head that is made once.
+Ours and obstore send the checksum that the tier has by default (a tenth of the time); aioboto3 sends none. Ours also
+reads large values in parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import tempfile
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import obstore
+from aiobotocore.config import AioConfig
+from aiobotocore.session import AioSession
+from obstore.store import S3Store
+
+from benchmarks.harness import Row, Scale, plain, rate
+from lmcache_backends.s3 import S3Backend, S3Options
+from lmcache_core.protocols import Chunk, ReadResult, WriteResult
+from lmcache_core.testing import aligned_buffer, make_chunk, make_key
+from tests.servers import s3 as servers
+
+__all__ = ["ROWS", "s3"]
+
+MIB = 2**20
+SIZES = (8, 32)
+AT_ONCE = 4
+_TOTAL = 256 * MIB
+_BUCKET = "bench"
+PEERS = ("obstore", "aioboto3")
+ROWS = [
+    f"s3.{verb}.{size}{kind}"
+    for size in SIZES
+    for verb in ("put", "get")
+    for kind in ("", *(f".to_{peer}" for peer in PEERS), ".cpu", *(f".cpu.{peer}" for peer in PEERS))
+]
+"""`s3.get.8` is in GB/s beside raw sockets, `.to_obstore` the same beside obstore, `.cpu` in CPU seconds per GB."""
+
+Work = Callable[[], Awaitable[object]]
+
+
+def s3(scale: Scale) -> Iterator[Row]:
+    """Rows `s3.*`."""
+    if lacking := servers.lacking():
+        raise SystemExit(lacking)
+    with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as directory, servers.memory(Path(directory)) as server:
+        for size in SIZES:
+            yield from asyncio.run(_measured(server, size, scale.rounds))
+
+
+async def _measured(server: servers.Server, size: int, rounds: int) -> list[Row]:
+    took: dict[str, list[float]] = defaultdict(list)
+    used: dict[str, list[float]] = defaultdict(list)
+    values = Values(size * MIB)
+    async with AsyncExitStack() as stack:
+        works = {f"{verb}.{name}": work async for name, verb, work in _contestants(server, values, stack)}
+        for number in range(rounds + 1):
+            for name, work in works.items():
+                values.forget()
+                before, start = _cpu(), asyncio.get_running_loop().time()
+                await work()
+                if number:  # the first takes memory and connections
+                    took[name].append(asyncio.get_running_loop().time() - start)
+                    used[name].append(_cpu() - before)
+                if name.startswith("get."):
+                    values.check()
+    rows = []
+    for verb in ("put", "get"):
+        name = f"s3.{verb}.{size}"
+        ours = took[f"{verb}.ours"]
+        rows.append(rate(name, values.nbytes, ours, took[f"{verb}.raw"]))
+        rows += [rate(f"{name}.to_{peer}", values.nbytes, ours, took[f"{verb}.{peer}"]) for peer in PEERS]
+        for kind, who in (("cpu", "ours"), *((f"cpu.{peer}", peer) for peer in PEERS)):
+            least = min(used[f"{verb}.{who}"])
+            rows.append(plain(f"{name}.{kind}", least / (values.nbytes / 1e9), "CPU-s/GB"))
+    return rows
+
+
+def _cpu() -> float:
+    times = os.times()
+    return times.user + times.system
+
+
+class Values:
+    """What is moved: chunks, and slots to read them into."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.chunks: list[Chunk] = [make_chunk(make_key(number), size) for number in range(_TOTAL // size)]
+        self.slots = [aligned_buffer(size) for _ in self.chunks]
+        self.nbytes = size * len(self.chunks)
+
+    def forget(self) -> None:
+        """Nothing read before passes for what is read next."""
+        for slot in self.slots:
+            slot[:: self.size // 16] = bytes(16)
+
+    def check(self) -> None:
+        """All slots hold what was written."""
+        for slot, chunk in zip(self.slots, self.chunks, strict=True):
+            assert slot[:: self.size // 16] == chunk.data[:: self.size // 16]
+            assert slot[-1] == chunk.data[-1]
+
+
+async def _contestants(server: servers.Server, values: Values, stack: AsyncExitStack) -> Any:
+    """Name, verb and work of each, all of which writes before it reads."""
+    for make in (_ours, _raw, _obstore, _aioboto3):
+        put, get = await make(server, values, stack)
+        name = make.__name__.lstrip("_")
+        yield name, "put", put
+        yield name, "get", get
+
+
+async def _ours(server: servers.Server, values: Values, stack: AsyncExitStack) -> tuple[Work, Work]:
+    known = {"endpoint": server.url, "access_key": servers.ACCESS_KEY, "secret_key": servers.SECRET_KEY}
+    backend = S3Backend(S3Options(bucket=_BUCKET, prefix="ours", connections=AT_ONCE, conditional=False, **known))  # type: ignore[arg-type]
+    await backend.open()
+    stack.push_async_callback(backend.close)
+    keys = [chunk.key for chunk in values.chunks]
+
+    async def put() -> None:
+        assert await backend.write(values.chunks) == [WriteResult.STORED] * len(keys)
+
+    async def get() -> None:
+        assert await backend.read(keys, values.slots) == [ReadResult.HIT] * len(keys)
+
+    return put, get
+
+
+async def _obstore(server: servers.Server, values: Values, stack: AsyncExitStack) -> tuple[Work, Work]:
+    store = S3Store(
+        _BUCKET,
+        endpoint=server.url,
+        access_key_id=servers.ACCESS_KEY,
+        secret_access_key=servers.SECRET_KEY,
+        region="us-east-1",
+        unsigned_payload=True,
+        checksum_algorithm="CRC64NVME",
+        client_options={"allow_http": True, "timeout": timedelta(seconds=60)},
+    )
+
+    async def put(number: int) -> None:
+        await obstore.put_async(store, f"obstore/{number}", values.chunks[number].data, use_multipart=False)
+
+    async def get(number: int) -> None:
+        found = await obstore.get_async(store, f"obstore/{number}")
+        values.slots[number][:] = memoryview(await found.bytes_async())
+
+    return _each(put, values), _each(get, values)
+
+
+async def _aioboto3(server: servers.Server, values: Values, stack: AsyncExitStack) -> tuple[Work, Work]:
+    config = AioConfig(
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"addressing_style": "path", "payload_signing_enabled": False},
+    )
+    client = await stack.enter_async_context(
+        AioSession().create_client(
+            "s3",
+            endpoint_url=server.url,
+            region_name="us-east-1",
+            aws_access_key_id=servers.ACCESS_KEY,
+            aws_secret_access_key=servers.SECRET_KEY,
+            config=config,
+        )
+    )
+
+    async def put(number: int) -> None:
+        body = bytes(values.chunks[number].data)
+        await client.put_object(Bucket=_BUCKET, Key=f"aioboto3/{number}", Body=body)
+
+    async def get(number: int) -> None:
+        answer = await client.get_object(Bucket=_BUCKET, Key=f"aioboto3/{number}")
+        async with answer["Body"] as body:
+            values.slots[number][:] = await body.read()
+
+    return _each(put, values), _each(get, values)
+
+
+def _each(move: Callable[[int], Awaitable[None]], values: Values) -> Work:
+    """Move all values, `AT_ONCE` at once."""
+
+    async def all_of_them() -> None:
+        left = list(range(len(values.chunks)))
+
+        async def some() -> None:
+            while left:
+                await move(left.pop())
+
+        await asyncio.gather(*(some() for _ in range(AT_ONCE)))
+
+    return all_of_them
+
+
+async def _raw(server: servers.Server, values: Values, stack: AsyncExitStack) -> tuple[Work, Work]:
+    links = [stack.enter_context(RawLink(server.port)) for _ in range(AT_ONCE)]
+    threads = stack.enter_context(ThreadPoolExecutor(AT_ONCE))
+
+    def work(move: Callable[[RawLink, int], None]) -> Work:
+        async def all_of_them() -> None:
+            left = list(range(len(values.chunks)))
+
+            def some(link: RawLink) -> None:
+                while left:
+                    move(link, left.pop())
+
+            loop = asyncio.get_running_loop()
+            await asyncio.gather(*(loop.run_in_executor(threads, some, link) for link in links))
+
+        return all_of_them
+
+    return (
+        work(lambda link, number: link.put(f"raw/{number}", values.chunks[number].data)),
+        work(lambda link, number: link.get(f"raw/{number}", values.slots[number])),
+    )
+
+
+class RawLink:
+    """A connection that does no more than HTTP asks for."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._head = bytearray(4096)
+
+    def __enter__(self) -> RawLink:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._socket.close()
+
+    def put(self, name: str, data: memoryview) -> None:
+        head = f"PUT /{_BUCKET}/{name} HTTP/1.1\r\nHost: a\r\nContent-Length: {data.nbytes}\r\n\r\n".encode()
+        parts: Sequence[memoryview] = [memoryview(head), data]
+        while parts:
+            sent = self._socket.sendmsg(parts)
+            while parts and sent >= parts[0].nbytes:
+                sent -= parts[0].nbytes
+                parts = parts[1:]
+            if sent:
+                parts = [parts[0][sent:], *parts[1:]]
+        self._answer()
+
+    def get(self, name: str, into: memoryview) -> None:
+        self._socket.sendall(f"GET /{_BUCKET}/{name} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        self._answer()
+        done = 0
+        while done < into.nbytes:
+            count = self._socket.recv_into(into[done:], into.nbytes - done, socket.MSG_WAITALL)
+            if not count:
+                raise ConnectionError(f"the server ended {name} after {done} bytes")
+            done += count
+
+    def _answer(self) -> None:
+        while True:
+            count = self._socket.recv_into(self._head, len(self._head), socket.MSG_PEEK)
+            end = self._head.find(b"\r\n\r\n", 0, count)
+            if end >= 0:
+                self._socket.recv_into(self._head, end + 4, socket.MSG_WAITALL)
+                assert self._head.startswith(b"HTTP/1.1 200")
+                return
+            if not count:
+                raise ConnectionError("the server has gone")
