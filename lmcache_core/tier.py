@@ -24,6 +24,7 @@ from lmcache_core.protocols import (
     Describes,
     ReadResult,
     RemembersUse,
+    Scannable,
     StorageBackend,
     WriteResult,
 )
@@ -51,6 +52,8 @@ class TierRunner:
         self.number = number
         self.config = config
         self.backend = backend
+        self._remote = not isinstance(backend, Scannable)
+        """Something on the way may damage all that it gives; a drive's damage is that of one chunk."""
         self.health = TierHealth(number, config, backend, events, faults, self._busy_at_all, self._stop_queues)
         self._framer = framer
         self._events = events
@@ -211,7 +214,7 @@ class TierRunner:
                     self._log.warning("corrupt", "tier %s: chunk is a miss: %s", self.config.name, damage)
                     result = ReadResult.CORRUPT
             checked.append(result)
-        if all(result is ReadResult.CORRUPT for result in checked):
+        if self._remote and all(result is ReadResult.CORRUPT for result in checked):
             self.health.failed(BackendError("what it gave is not what was stored"), "gives wrong bytes")
         elif not any(load.late for load in loads):
             self.health.succeeded()

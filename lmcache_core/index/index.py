@@ -173,6 +173,7 @@ class Index(Loading):
             owner.used = True
             if entry.where & POOL:
                 owner.shares[0].order.touch(entry)
+                self.unwritten.touch(entry)
             for tier in tiers:
                 if entry.where & tier.bit:
                     tier.used_now(entry)
@@ -317,6 +318,7 @@ class Index(Loading):
             if entry.where & POOL:
                 self.write_through(entry, plan.places)
         self.touch(present)
+        self.spill_ahead()
         return stored
 
     def arrived(self, plan: StorePlan) -> bool:
@@ -389,9 +391,12 @@ class Index(Loading):
     def pin(self, entries: Iterable[Entry]) -> None:
         """Keep chunks where they are until they are unpinned as often as they were pinned."""
         for entry in entries:
+            if entry.where & POOL and not entry.pins:
+                self._resident -= entry.nbytes
             entry.pins += 1
             self.pinned.add(entry)
             self.policy.discard(entry)
+            self.unwritten.discard(entry)
 
     def unpin(self, entries: Iterable[Entry]) -> int:
         """Undo `pin`; returns how many chunks are pinned no longer."""
@@ -404,7 +409,8 @@ class Index(Loading):
                 freed += 1
                 self.pinned.discard(entry)
                 if entry.where & POOL:
-                    self.policy.add(entry)
+                    self._resident += entry.nbytes
+                self.line_up(entry)
         return freed
 
     def evict(self, entries: Iterable[Entry], places: int) -> int:

@@ -53,6 +53,7 @@ class Loading(Residency):
             self.enter_pool(entry, load.slot)
             self.line_up(entry)
             self._promote(entry, tier)
+            self.spill_ahead()
             return True
         if result is not ReadResult.HIT:
             reason = {ReadResult.CORRUPT: "corrupt_chunks", ReadResult.MISS: "vanished_chunks"}
@@ -114,6 +115,7 @@ class Loading(Residency):
             if not (known.where | known.writing) & tier.bit:
                 tier.charge(known)
                 tier.gained(known)
+                self.settle(known)
 
     def tier_opened(self, tier: TierState) -> None:
         """Event: a tier can be used from now on; a scan, where it has one, has been reported."""

@@ -17,6 +17,7 @@ from lmcache_core.index.decisions import Decision, Delete, Refusal, Write
 from lmcache_core.index.entries import POOL, Entry
 from lmcache_core.index.policy import PolicyName
 from lmcache_core.index.shares import MOST_SKIPPED, Owner, OwnerKind, Share, ShareRules, Shares
+from lmcache_core.index.spilling import AHEAD, Unwritten
 from lmcache_core.index.tiers import TierRules, TierState
 from lmcache_core.protocols import ChunkKey, WriteResult
 
@@ -56,7 +57,11 @@ class Residency:
         """Writes that have not ended."""
         self.owners: dict[tuple[OwnerKind, str], Owner] = {}
         self._share_rules = {(each.kind, each.name): each for each in shares}
-        self._spilling = any(tier.rules.write == "evict" for tier in self.tiers)
+        self.unwritten = Unwritten()
+        self._resident = 0
+        """Bytes of the chunks in the pool that are not pinned."""
+        self._spills = [tier for tier in self.tiers if tier.rules.write == "evict"]
+        """Tiers that take what the pool evicts."""
 
     # Owners
 
@@ -190,18 +195,24 @@ class Residency:
         others before it is lined up."""
         entry.slot = slot
         entry.where |= POOL
+        if not entry.pins:
+            self._resident += entry.nbytes
         entry.space.tell(entry, POOL, True)
 
     def line_up(self, entry: Entry) -> None:
         """Let a chunk of the pool make room for others, last of all so far, unless it is pinned or has left."""
         if entry.where & POOL and not entry.pins:
             entry.owner.shares[0].order.add(entry)
+            self._note_unwritten(entry)
 
     def leave_pool(self, entry: Entry) -> None:
         """End a chunk's residence; its room is free when nobody copies from it any more."""
         slot, entry.slot = entry.slot, None
         if slot is not None:
             entry.where &= ~POOL
+            if not entry.pins:
+                self._resident -= entry.nbytes
+            self.unwritten.discard(entry)
             entry.space.tell(entry, POOL, False)
             share = entry.owner.shares[0]
             share.order.discard(entry)
@@ -225,7 +236,7 @@ class Residency:
                 return None
             if candidate.where & ~POOL or not self._pool_may_drop(candidate):
                 return None
-        return None if self._spilling and self._spill(candidate) else candidate
+        return None if self._spills and self._spill(candidate) else candidate
 
     @staticmethod
     def _pool_may_drop(entry: Entry) -> bool:
@@ -236,10 +247,27 @@ class Residency:
         """Start writing a chunk to the tiers that take what the pool evicts. False if it is on all of them already, or
         cannot be written."""
         started = False
-        for tier in self.tiers:
-            if tier.rules.write == "evict" and not entry.where & tier.bit and tier.up and tier.admits(entry):
+        for tier in self._spills:
+            if not entry.where & tier.bit and tier.up and tier.admits(entry):
                 started |= self.write(tier, entry) is None
         return started
+
+    def _note_unwritten(self, entry: Entry) -> None:
+        """Remember a chunk of the pool that cannot go yet because a tier should have it first."""
+        if any(not (entry.where | entry.writing) & tier.bit for tier in self._spills):
+            self.unwritten.add(entry)
+
+    def spill_ahead(self) -> None:
+        """Start writing chunks that will have to leave the pool soon, so that there is room at once when it is asked
+        for: a store does not wait for a tier."""
+        room = self.pool.usable - self.pool.used + self._resident - self.unwritten.nbytes
+        wanted = self.pool.usable // AHEAD
+        while room < wanted and (entry := self.unwritten.first()) is not None:
+            if not any(tier.up and tier.takes(entry) for tier in self._spills):
+                return
+            self.unwritten.discard(entry)
+            room += entry.nbytes
+            self._spill(entry)
 
     # Tiers
 
@@ -262,7 +290,7 @@ class Residency:
             refusal = Refusal.TIER_DOWN
         elif tier.rules.shared and entry.space.geometry is not None and not entry.space.geometry.shareable:
             return None
-        elif tier.pending and tier.pending + entry.nbytes > tier.rules.pending_limit:
+        elif not tier.takes(entry):
             refusal = Refusal.QUEUE_FULL
         else:
             refusal = self._make_room(tier, tier.over(entry.nbytes), evict, entry)
@@ -315,7 +343,16 @@ class Residency:
         write.slot.release()
         self.forget_if_gone(entry)
         self._write_owed(tier)
+        if self._spills:
+            if entry.where & POOL and not entry.pins and result is WriteResult.STORED and not doomed:
+                self.settle(entry)
+            self.spill_ahead()
         return told
+
+    def settle(self, entry: Entry) -> None:
+        """A chunk of the pool has come to a tier."""
+        if all(entry.where & tier.bit for tier in self._spills):
+            self.unwritten.discard(entry)
 
     def _write_owed(self, tier: TierState) -> None:
         """Start writing what waited for room in the queue of a tier."""
@@ -395,7 +432,7 @@ class Residency:
 
     def _take_off(self, tier: TierState, entry: Entry, evicted: list[ChunkKey]) -> None:
         evicted.append(entry.chunk_key)
-        tier.lost(entry)
+        self._lost(tier, entry)
         self.counts.add("evicted_chunks", tier.rules.name)
         self.forget_if_gone(entry)
 
@@ -415,6 +452,11 @@ class Residency:
     def _tier_may_drop(tier: TierState, entry: Entry) -> bool:
         read = entry.load is not None and entry.load.tier == tier.number
         return not (read or entry.pins or (entry.leases and not entry.where & POOL))
+
+    def _lost(self, tier: TierState, entry: Entry) -> None:
+        tier.lost(entry)
+        if self._spills and entry.where & POOL and not entry.pins:
+            self._note_unwritten(entry)
 
     def shrink(self, tier: TierState) -> None:
         """Delete what a tier holds above its capacity, which may have become smaller, and above the quotas of owners,
@@ -440,7 +482,7 @@ class Residency:
         if entry.writing & tier.bit:
             entry.doomed |= tier.bit
         if entry.where & tier.bit:
-            tier.lost(entry)
+            self._lost(tier, entry)
             if delete:
                 self.out.append(Delete(tier.number, [entry.chunk_key]))
             self.forget_if_gone(entry)
@@ -476,7 +518,7 @@ class Residency:
                     entry.doomed |= tier.bit
                 if entry.where & tier.bit:
                     gone[tier.number].append(entry.chunk_key)
-                    tier.lost(entry)
+                    self._lost(tier, entry)
                     if label:
                         self.counts.add(label, tier.rules.name)
             if places & POOL and entry.slot is not None:

@@ -76,6 +76,10 @@ class TierState:
             self._seen.popitem(last=False)
         return False
 
+    def takes(self, entry: Entry) -> bool:
+        """Whether its queue has room for a chunk."""
+        return not self.pending or self.pending + entry.nbytes <= self.rules.pending_limit
+
     def used_now(self, entry: Entry) -> None:
         """Note a use of a chunk that is on this tier."""
         self.policy.touch(entry)

@@ -249,15 +249,59 @@ def test_second_touch_writes_a_chunk_when_it_is_used_again() -> None:
 
 
 def test_write_on_evict_writes_when_the_pool_needs_room() -> None:
-    world = World(2, [TierRules("disk", write="evict")])
-    world.store(abc("aaaa"))
-    world.store(abc("bbbb"))
+    world = World(8, [TierRules("disk", write="evict")])
+    for name in "abcdef":
+        world.store(abc(name * 4))
     assert not [d for d in world.pending if isinstance(d, Write)]
-    assert world.store(abc("cccc")).dropped == 4, "nothing is lost while what must be kept is being written"
+    world.store(abc("gggg"))
+    assert [d.entry.key for d in world.pending if isinstance(d, Write)] == [abc("aaaa")[-1]]
+    assert world.store(abc("hhhh")).dropped == 0
+    assert world.store(abc("iiii")).dropped == 4, "nothing is lost while what must be kept is being written"
     world.run()
-    assert world.store(abc("cccc")).dropped == 0
+    assert world.store(abc("iiii")).dropped == 0
+    assert [world.pages(abc(name * 4)) for name in "abcdefghi"] == [4] * 9
+
+
+def test_what_the_pool_will_evict_is_written_before_a_store_needs_the_room() -> None:
+    world = World(8, [TierRules("disk", write="evict")])
+    names = [chr(ord("a") + number) for number in range(26)]
+    for name in names:
+        assert world.store(abc(name * 4)).dropped == 0
+        world.run()
+    assert [world.pages(abc(name * 4)) for name in names] == [4] * 26
+    assert world.index.counts.get("written_chunks", "disk") == 20, "a quarter of the pool is kept ready, no more"
+
+
+def test_what_is_used_again_is_not_written_early() -> None:
+    world = World(8, [TierRules("disk", write="evict")])
+    for name in "abcdef":
+        world.store(abc(name * 4))
+    world.index.release(world.index.lease(world.find(abc("aaaa"))))
+    world.store(abc("gggg"))
+    assert [d.entry.key for d in world.pending if isinstance(d, Write)] == [abc("bbbb")[-1]]
+
+
+def test_what_a_tier_has_lost_is_written_again_before_it_leaves_the_pool() -> None:
+    world = World(8, [TierRules("disk", write="evict")])
+    for name in "abcdefg":
+        world.store(abc(name * 4))
+    world.run()
+    (written,) = [entry for entry in world.entries() if entry.where & tier_bit(0)]
+    world.index.lose(world.index.tiers[0], written, delete=True)
+    world.run()
+    for name in "hijk":
+        world.store(abc(name * 4))
+        world.run()
     assert world.pages(abc("aaaa")) == 4
-    assert world.pages(abc("bbbb")) == 4
+
+
+def test_pinned_chunks_are_not_written_ahead() -> None:
+    world = World(8, [TierRules("disk", write="evict")])
+    world.store(abc("aaaa"))
+    world.index.pin(world.entries())
+    for name in "bcdefg":
+        world.store(abc(name * 4))
+    assert [d.entry.key for d in world.pending if isinstance(d, Write)] == [abc("bbbb")[-1]]
 
 
 def test_a_tier_stays_within_its_capacity() -> None:

@@ -315,6 +315,14 @@ class World:
         assert {slot.references > 0 for slot in used} <= {True}
         assert self.pool.slots == len(used)
         assert self.pool.used == sum(slot.form.nbytes for slot in used)
+        index = self.index
+        assert index._resident == sum(entry.nbytes for entry in entries if entry.slot is not None and not entry.pins)
+        assert index.unwritten.nbytes == sum(entry.nbytes for entry in index.unwritten)
+        spills = [tier for tier in index.tiers if tier.rules.write == "evict"]
+        for entry in index.unwritten:
+            assert entry.where & POOL
+            assert not entry.pins
+            assert any(not entry.where & tier.bit for tier in spills)
         for tier in self.index.tiers:
             writes = [w for writes in self.index.writes.values() for w in writes if w.tier == tier.number]
             mine = [entry for entry in entries if entry.where & tier.bit]

@@ -160,9 +160,9 @@ def test_a_tier_that_hangs_costs_its_deadline_once() -> None:
         slow.release()
 
 
-def test_a_tier_that_gives_wrong_bytes_again_and_again_is_left_alone() -> None:
+def test_a_remote_tier_that_gives_wrong_bytes_again_and_again_is_left_alone() -> None:
     breaker = BreakerConfig(failures=3, cooldown=3600)
-    lying = Corrupting(Shelf(), seed=1)
+    lying = Corrupting(Cheap(), seed=1)
     texts = ["abcd", "efgh", "ijkl", "mnop", "qrst"]
     with open_cache(lying, slots=8, tiers=[{"breaker": breaker, "concurrency": 1}]) as cache:
         for text in texts:

@@ -79,9 +79,10 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         return share
 
-    def segment_size(self) -> int:
-        """Usual bytes of a segment, a multiple of `UNIT`: few enough files to keep them all open."""
-        share = self.share()
+    def segment_size(self, share: int | None = None) -> int:
+        """Usual bytes of a segment, a multiple of `UNIT`: few enough files to keep them all open. `share` is what of a
+        path's bytes there can be at most, by default what is configured."""
+        share = self.share() if share is None else max(UNIT, share)
         fewest = -(-share // (_MOST_SEGMENTS * UNIT)) * UNIT
         if self.segment is not None:
             wanted = self.segment

@@ -14,6 +14,7 @@ NAMES = (
     "entries_lost",  # chunks that should be there, but their file is gone or too short
     "log_records_damaged",  # damaged places in logs, and records nobody writes, behind which reading went on
     "log_tails_cut",  # ends of logs that a crash left half written
+    "min_free_reached",  # times the file system was too full for the capacity to be used
     "orphans_removed",  # files no log speaks of
     "reads_repeated",  # since they failed
     "segments_given_back",

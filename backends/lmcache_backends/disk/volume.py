@@ -40,6 +40,7 @@ from lmcache_backends.disk.shard import (
 )
 from lmcache_backends.disk.tally import Tally
 from lmcache_core.config import InvalidSetting
+from lmcache_core.units import format_size
 
 __all__ = ["Place", "Volume"]
 
@@ -96,10 +97,13 @@ class Volume:
         """Held around `grow`; taken before the owner's lock."""
         self._hung = False
         """Somebody did not let go of the node's lock in time."""
+        self._told_of_others = False
+        """It has been said that the file system is full, of whatever else lies there."""
 
     def open(self) -> list[tuple[Shard, dict[tuple[bytes, bytes], Entry]]]:
         """Adopt what others left, or start afresh. What lies in each shard, by key."""
         self._make()
+        self._bound()
         unreadable: list[str] = []
         odd: list[str] = []
         with FileLock.wait(self._node, WAIT):
@@ -162,6 +166,22 @@ class Volume:
             if error.errno == errno.ENAMETOOLONG:
                 raise self._impossible("is too long for a file system; write a shorter one") from None
             raise
+
+    def _bound(self) -> None:
+        """No more than there is on the file system."""
+        system = os.statvfs(self.path)
+        total = system.f_blocks * system.f_frsize
+        most = (total - self._options.keep_free(total)) // UNIT * UNIT
+        self._limit, self._segment = self._options.share(), self._options.segment_size()
+        if self._limit > most > 0:
+            _log.warning(
+                "disk: %s: the capacity is %s there, but the file system has %s besides min_free; that is what counts",
+                self.path,
+                format_size(self._limit),
+                format_size(most),
+            )
+            self._limit = self.share = most
+            self._segment = min(self._segment, self._options.segment_size(most))
 
     def _impossible(self, problem: str) -> InvalidSetting:
         return InvalidSetting(("path",), f"disk: path {self.path} {problem}")
@@ -231,7 +251,26 @@ class Volume:
                 room = self._free(others)
             # As many values of this size as fit: the rest would be of use to nobody.
             size = max(0, min(most, room)) // need * need
+            if not size:
+                self._tell_of_others(need, others)
             return self.shards[0].reserve_segment(size) if size else None
+
+    def _tell_of_others(self, need: int, others: _Others) -> None:
+        """If only what else lies on the file system is in the way, say so, once."""
+        with self._lock:
+            mine = sum(shard.nbytes for shard in self.shards)
+        room = min(self.share - mine, self._limit - others.nbytes - mine)
+        if room >= need:
+            self._tally.add("min_free_reached")
+            if not self._told_of_others:
+                self._told_of_others = True
+                _log.warning(
+                    "disk: %s: the file system is down to min_free, and %s of the capacity of %s are taken; "
+                    "chunks replace each other from now on. Remove what else lies there, or lower capacity or min_free",
+                    self.path,
+                    format_size(mine),
+                    format_size(self.share),
+                )
 
     def give_back(self) -> None:
         """Remove segments that nothing lies in. One stays, unless others wait for it or nothing is stored at all."""

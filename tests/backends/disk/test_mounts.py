@@ -23,6 +23,7 @@ from tests.backends.disk.kit import (
     get,
     opened,
     put,
+    taken,
     use_up,
 )
 
@@ -216,3 +217,32 @@ def test_a_drive_that_is_pulled_is_found_again(tmp_path: Path) -> None:
             assert_lacks(store, chunk(1))
             fill(store, chunk(1))
             assert get(store, chunk(2).key) is ReadResult.MISS
+
+
+def test_a_capacity_beyond_the_file_system_counts_as_what_there_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """500TiB written for 500GiB: the first chunk must not take the whole drive."""
+    with disk(tmp_path, "ext4", 64 * MIB) as drive:
+        with opened(drive.path, capacity=500 * 2**40, min_free="10%") as store:
+            fill(store, *[chunk(i, SMALL) for i in range(3)])
+            capacity = store.usage().capacity
+            assert capacity is not None
+            assert 40 * MIB < capacity < 64 * MIB
+            assert taken(drive.path) < capacity // 8
+        (record,) = [record for record in caplog.records if "the capacity is" in record.message]
+        assert "the capacity is 500TiB there, but the file system has" in record.message
+
+
+def test_a_file_system_that_others_have_filled_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with disk(tmp_path, "ext4", 64 * MIB) as drive:
+        (drive.path / "of others").write_bytes(bytes(30 * MIB))
+        with opened(drive.path, capacity=30 * MIB, segment=MIB, min_free=10 * MIB) as store:
+            results = put(store, *[chunk(i, SMALL) for i in range(300)])
+            assert results.count(WriteResult.FULL) > 50
+            assert store.count("min_free_reached") > 0
+        said = [record.message for record in caplog.records if "is down to min_free" in record.message]
+        assert len(said) == 1
+        assert "Remove what else lies there, or lower capacity or min_free" in said[0]
