@@ -14,6 +14,7 @@ import xxhash
 
 from lmcache_backends.s3.client import DIGEST, Client
 from lmcache_backends.s3.diagnosis import region_of, unreachable
+from lmcache_backends.s3.endings import end_before_exit
 from lmcache_backends.s3.errors import Fault, lacks, told
 from lmcache_backends.s3.identity import Identity
 from lmcache_backends.s3.names import Names
@@ -52,6 +53,7 @@ class Session:
         self._free = asyncio.Semaphore(options.connections)
         self._tasks: set[asyncio.Task[None]] = set()
         self._client: Client | None = None
+        self._ended = False
         self._conditional = options.conditional
         self._bulk = True
         """Whether the server deletes several objects in one request."""
@@ -81,6 +83,7 @@ class Session:
         self._place, self._objects = target.place, target.objects
         await self._identity.keys()
         self._client = client = await self._connected(target, ca)
+        self._ending = end_before_exit(self._abort)
         try:
             await client.fetch(self._names.absent, 0)
         except Fault as fault:
@@ -115,15 +118,18 @@ class Session:
     async def close(self) -> None:
         """Give what is under way some time, end the rest and let go of all connections."""
         if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=_LAST_CALLS)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late)
+            await asyncio.wait(self._tasks, timeout=_LAST_CALLS)
+        await self._abort()
         client, self._client = self._client, None
         if client is not None:
             await client.close()
         self._threads.close()
+
+    async def _abort(self) -> None:
+        """End all that is under way."""
+        self._ended = True
+        while self._tasks:
+            await _ended(list(self._tasks))
 
     # Verbs
 
@@ -255,7 +261,7 @@ class Session:
 
         async def once() -> T:
             async with self._free:
-                if self._client is None:
+                if self._client is None or self._ended:
                     raise ClosedError("s3: the backend has been closed")
                 return await request(self._client)
 

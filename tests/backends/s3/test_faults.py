@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -221,3 +223,36 @@ async def test_a_budget_ends_what_retries_would_make_worse(monkeypatch: pytest.M
     for _ in range(10):
         assert await retries.run(Failing(0, Fault("", 500))) == "done"
     assert await retries.run(Failing(1, Fault("", 500))) == "done"
+
+
+ENDS = """
+import asyncio, sys, threading
+from lmcache_backends.s3 import S3Backend, S3Options
+from lmcache_core.testing import aligned_buffer, make_chunk, make_key
+
+loop = asyncio.new_event_loop()
+threading.Thread(target=loop.run_forever, daemon=True).start()
+backend = S3Backend(S3Options(bucket="kv1", endpoint=sys.argv[1], access_key="a", secret_key="b", part=2**18))
+chunks = [make_chunk(make_key(number), 2**22) for number in range(4)]
+buffers = [aligned_buffer(2**22) for _ in chunks]
+begun = threading.Event()
+
+async def use():
+    await backend.open()
+    while True:
+        await backend.write(chunks)
+        begun.set()
+        await backend.read([chunk.key for chunk in chunks], buffers)
+
+asyncio.run_coroutine_threadsafe(use(), loop)
+assert begun.wait(30)
+sys.exit(3)
+"""
+
+
+def test_a_process_that_ends_in_the_middle_ends_as_it_wants(server_files: Path) -> None:
+    with s3.memory(server_files / "ends") as server:
+        command = [sys.executable, "-c", ENDS, server.url]
+        ending = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+        ends = [(process.communicate(timeout=60)[1], process.returncode) for process in ending]
+    assert ends == [("", 3)] * 4
