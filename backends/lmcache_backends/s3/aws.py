@@ -23,7 +23,7 @@ from botocore.exceptions import BotoCoreError, ClientError, ProxyConnectionError
 from botocore.session import Session
 
 from lmcache_backends.s3.client import DIGEST, Head, Part
-from lmcache_backends.s3.errors import Fault, fault_of_text
+from lmcache_backends.s3.errors import ABSENT, Fault, fault_of_text
 from lmcache_backends.s3.identity import Identity, keep_quiet
 from lmcache_backends.s3.options import S3Options
 from lmcache_backends.s3.tally import Tally
@@ -34,7 +34,7 @@ from lmcache_core.protocols import ReadResult
 __all__ = ["AwsClient", "make", "prepare"]
 
 _OUT_OF_RANGE = 416
-_ABSENT, _DIFFERENT = 404, 412
+_GONE, _DIFFERENT = 404, 412
 
 
 class _Named(AioCredentials):  # type: ignore[misc]
@@ -145,6 +145,19 @@ class AwsClient:
                     await _land(body, into)
         self._tally.add("bytes_received", into.nbytes)
         return Part(ReadResult.HIT, answer.get("ETag", ""))
+
+    async def probe(self, name: str) -> None:
+        self._tally.add("requests_get")
+        with _faults():
+            async with asyncio.timeout(self._timeout):
+                try:
+                    answer = await self._client.get_object(Bucket=self._bucket, Key=name)
+                except ClientError as error:
+                    if error.response.get("Error", {}).get("Code") != ABSENT:
+                        raise
+                    return
+                answer["Body"].close()
+        raise Fault("", 200)
 
     async def fetch(self, name: str, most: int) -> bytes | None:
         self._tally.add("requests_get")
@@ -261,5 +274,5 @@ def _status(error: ClientError) -> int:
 
 def _absent(error: ClientError) -> None:
     """Pass over an object that is not there."""
-    if _status(error) != _ABSENT or error.response.get("Error", {}).get("Code") == "NoSuchBucket":
+    if _status(error) != _GONE or error.response.get("Error", {}).get("Code") == "NoSuchBucket":
         raise error

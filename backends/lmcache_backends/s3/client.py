@@ -41,6 +41,10 @@ class Client(Protocol):
         known before one of them lands."""
         ...
 
+    async def probe(self, name: str) -> None:
+        """Ask for an object that is absent. Anything but the protocol's word for that is a fault."""
+        ...
+
     async def fetch(self, name: str, most: int) -> bytes | None:
         """A small object, None if it is absent or larger than `most` bytes."""
         ...

@@ -6,6 +6,7 @@ import socket
 import ssl
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from lmcache_backends.s3.errors import Fault
 from lmcache_core.errors import BackendError, ConfigError
@@ -23,6 +24,10 @@ def unreachable(url: str, timeout: float, ca: str | None, fault: Fault, *, verif
     host, secure = parts.hostname or "", parts.scheme == "https"
     port = parts.port or (443 if secure else 80)
     where = f"s3: {parts.scheme}://{parts.netloc}"
+    proxy = getproxies().get(parts.scheme)
+    if proxy and not proxy_bypass(host):
+        proxy = urlsplit(proxy).hostname
+        return BackendError(f"{where}: {fault.code}, by the proxy {proxy}; look there, or add {host} to NO_PROXY")
     try:
         with socket.create_connection((host, port), timeout) as connection:
             if secure:

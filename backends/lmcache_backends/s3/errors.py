@@ -9,7 +9,10 @@ import re
 
 from lmcache_core.errors import BackendError, ConfigError
 
-__all__ = ["Fault", "fault_of_text", "lacks", "told"]
+__all__ = ["ABSENT", "Fault", "fault_of_text", "lacks", "told"]
+
+ABSENT = "NoSuchKey"
+"""What the protocol says of an object that is not there."""
 
 _PASSING_STATUS = frozenset({429, 500, 502, 503, 504})
 _PASSING = frozenset(
@@ -53,7 +56,6 @@ _NOW = {
     "BadDigest": "what arrived at the server is not what was sent; look at the network in between",
     "SlowDown": "the server asks for fewer requests; lower connections, or spread over more prefixes",
 }
-_FROM = ((403, "AccessDenied"), (404, "NoSuchBucket"))
 
 # What the two clients write of a connection that failed, in the order in which it tells more.
 _LINK = (
@@ -119,7 +121,7 @@ def fault_of_text(text: str) -> Fault:
 
 def told(fault: Fault, place: str, objects: str, *, opening: bool = False) -> BackendError | ConfigError:
     """The error to raise for a fault at `place`; when `opening`, a `ConfigError` for what can never work."""
-    code = fault.code or next((code for status, code in _FROM if status == fault.status), "")
+    code = fault.code or ("AccessDenied" if fault.status == 403 else "")
     where = f"s3: {place}"
     if fault.elsewhere:
         told = f"the bucket is in region {fault.region}; write region: {fault.region}" if fault.region else (
@@ -129,6 +131,8 @@ def told(fault: Fault, place: str, objects: str, *, opening: bool = False) -> Ba
     if code in _NEVER:
         line = f"{where}: {_NEVER[code].format(objects=objects)}"
         return (ConfigError if opening else BackendError)(line)
+    if opening and not code and fault.status in (200, 404):
+        return ConfigError(f"{where}: what answers there is no S3 server; correct endpoint")
     if code.startswith("KMS."):
         line = f"{where}: the key of the encryption cannot be used ({code}); correct kms_key, or allow its use"
         return (ConfigError if opening else BackendError)(line)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -70,16 +72,14 @@ class Identity:
         return await self._threads.run(self._look_up_region)
 
     def _look_up_region(self) -> str:
-        if self._options.access_key:
-            return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or _REGION
-        return os.environ.get("AWS_REGION") or self._opened().get_config_variable("region") or _REGION
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        if region or self._options.access_key:
+            return region or _REGION
+        with self._faults():
+            return self._opened().get_config_variable("region") or _REGION
 
     def _look_up(self) -> Keys:
-        try:
-            exceptions = importlib.import_module("botocore.exceptions")
-        except ImportError as error:
-            raise lacks("aioboto3") from error
-        try:
+        with self._faults():
             if self._credentials is None or not hasattr(self._credentials, "refresh_needed"):
                 self._session = None  # what does not renew itself is read again
                 self._credentials = self._opened().get_credentials()
@@ -89,22 +89,29 @@ class Identity:
                     "secret_key, or profile"
                 )
             frozen = self._credentials.get_frozen_credentials()
-        except (exceptions.BotoCoreError, exceptions.ClientError, OSError) as error:
-            who = f"profile {self._options.profile!r}" if self._options.profile else "the environment"
-            raise BackendError(
-                f"s3: no credentials can be had now from {who} ({type(error).__name__}); see whether the AWS tools work"
-            ) from None  # their text may have what a program printed
         again = datetime.now(UTC) + _LOOK_AGAIN
         ends = getattr(self._credentials, "_expiry_time", None)
         expires = min(again, ends.astimezone(UTC)) if isinstance(ends, datetime) else again
         return Keys(frozen.access_key, frozen.secret_key, frozen.token, expires)
 
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        """What botocore raises, as our own; without its text, which may have what a program printed."""
+        try:
+            exceptions = importlib.import_module("botocore.exceptions")
+        except ImportError as error:
+            raise lacks("aioboto3") from error
+        try:
+            yield
+        except (exceptions.BotoCoreError, exceptions.ClientError, OSError) as error:
+            who = f"profile {self._options.profile!r}" if self._options.profile else "the environment"
+            raise BackendError(
+                f"s3: no credentials can be had now from {who} ({type(error).__name__}); see whether the AWS tools work"
+            ) from None
+
     def _opened(self) -> Any:
         if self._session is None:
-            try:
-                module = importlib.import_module("botocore.session")
-            except ImportError as error:
-                raise lacks("aioboto3") from error
+            module = importlib.import_module("botocore.session")
             keep_quiet()
             self._session = module.Session(profile=self._options.profile or None)
             known = self._session.available_profiles

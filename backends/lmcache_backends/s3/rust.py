@@ -15,7 +15,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store
 
 from lmcache_backends.s3.client import DIGEST, Head, Part
-from lmcache_backends.s3.errors import Fault, fault_of_text
+from lmcache_backends.s3.errors import ABSENT, Fault, fault_of_text
 from lmcache_backends.s3.identity import Identity
 from lmcache_backends.s3.options import S3Options
 from lmcache_backends.s3.tally import Tally
@@ -115,6 +115,19 @@ class RustClient:
         into[:] = body
         self._tally.add("bytes_received", body.nbytes)
         return Part(ReadResult.HIT, found.meta["e_tag"] or "")
+
+    async def probe(self, name: str) -> None:
+        self._tally.add("requests_get")
+        try:
+            await obstore.get_async(self._store, name)
+        except FileNotFoundError as error:
+            fault = fault_of_text(str(error))
+            if fault.code != ABSENT:
+                raise fault from None
+        except (BaseError, ValueError) as error:
+            raise fault_of_text(str(error)) from None
+        else:
+            raise Fault("", 200)
 
     async def fetch(self, name: str, most: int) -> bytes | None:
         self._tally.add("requests_get")

@@ -85,7 +85,7 @@ class Session:
         self._client = client = await self._connected(target, ca)
         self._ending = end_before_exit(self._abort)
         try:
-            await client.fetch(self._names.absent, 0)
+            await client.probe(self._names.absent)
         except Fault as fault:
             raise await self._why(fault, target, ca) from None
 
@@ -107,8 +107,7 @@ class Session:
         """The error that says why it cannot be opened; asks the network where the fault doesn't say."""
         options, verify = self._options, self._options.verify
         if fault.status is None or (fault.status == 400 and not fault.code):
-            find = unreachable
-            return await self._threads.run(find, target.url, options.connect_timeout, ca, fault, verify=verify)
+            return await self._threads.run(unreachable, target.url, options.connect_timeout, ca, fault, verify=verify)
         if fault.elsewhere and not fault.region:
             limit = options.connect_timeout
             region = await self._threads.run(region_of, target.url, target.bucket, limit, ca, verify=verify)

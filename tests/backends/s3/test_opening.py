@@ -228,6 +228,8 @@ ANSWERS = [
         "the server asks for fewer requests; lower connections, or spread over more prefixes",
     ),
     ("502 Bad Gateway", "oops", BackendError, "the server answers 502; the tier tries again by itself"),
+    ("404 Not Found", "oops", ConfigError, "what answers there is no S3 server; correct endpoint"),
+    ("200 OK", "oops", ConfigError, "what answers there is no S3 server; correct endpoint"),
     ("418 Teapot", "<Code>Teapot</Code>", BackendError, "the server answers 418 Teapot; look in the server's log"),
 ]
 
