@@ -35,6 +35,7 @@ from lmcache_core.protocols import RemembersUse, Scannable, StorageBackend
 from lmcache_core.ratelog import LogWriter, RateLog
 from lmcache_core.reports import Reports
 from lmcache_core.tier import TierRunner
+from lmcache_core.units import format_size
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +193,17 @@ class Node:
         with self.guard.turn, self.guard.mutex:
             index = self.guard.use()
             spaces = {namespace.space(number): geometry for number, geometry in enumerate(geometries)}
-            return index.add_spaces(spaces, namespace.model_name or namespace.content.hex()[:16])
+            found = index.add_spaces(spaces, namespace.model_name or namespace.content.hex()[:16])
+        largest = max(space.form(space.known.chunk_pages).nbytes for space in found)
+        if largest > self.pool.capacity:
+            log.warning(
+                "cpu.capacity is %s, and a chunk of this model has %s: nothing of it can be kept; set at least %s, or "
+                "a smaller chunk_tokens",
+                format_size(self.pool.capacity),
+                format_size(largest),
+                format_size(8 * largest),
+            )
+        return found
 
     def _geometry(self, namespace: Namespace, group: Group) -> Geometry:
         state = group.kind is GroupKind.STATE

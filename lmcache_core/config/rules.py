@@ -84,6 +84,9 @@ def _problems(config: Config) -> Iterator[tuple[Key, str]]:
     if config.connect and config.tiers:
         yield ("connect",), "the tiers are those of the node that is used; delete `tiers` here, and write them there"
     for name in ("socket", "connect"):
+        path = os.path.expanduser(getattr(config, name))
+        if path not in ("", "auto") and not os.path.isabs(path):
+            yield (name,), f"{getattr(config, name)!r} must be absolute; write it from / on, or auto"
         if CONTROLS.search(getattr(config, name)):
             yield (name,), f"{getattr(config, name)!r} has control characters; write a path without them"
         if len(os.fsencode(os.path.abspath(os.path.expanduser(getattr(config, name))))) > LONGEST_SOCKET:

@@ -46,6 +46,13 @@ def _runtime_directory() -> Path:
     return Path("/tmp") / f"lmcache-core-{os.getuid()}"  # checked to be ours before it is used
 
 
+def remove_stale_sockets(prefix: str) -> None:
+    """Remove the sockets below the runtime directory that begin so and whose nodes have died, with their locks."""
+    for lock in _runtime_directory().glob(f"{prefix}*.sock.lock"):
+        with contextlib.suppress(OSError, ConfigError):  # somebody else is at it, or it is not ours
+            Listener.remove(str(lock).removesuffix(".lock"))
+
+
 class Listener:
     """The listening socket at a path, for its user alone (mode 0600). What a dead node left there is replaced.
 
@@ -70,6 +77,22 @@ class Listener:
         except BaseException:  # whatever it is, the next one must be able to try
             self._unlock()
             raise
+
+    @classmethod
+    def remove(cls, path: str) -> None:
+        """Remove what a dead node left at a path.
+
+        Raises:
+            ConfigError: It is alive.
+            OSError: It cannot be removed.
+        """
+        dead = cls.__new__(cls)
+        dead.path, dead._lock = path, -1
+        dead._take()
+        try:
+            dead._remove_socket()
+        finally:
+            dead._unlock()
 
     @property
     def there(self) -> bool:

@@ -289,6 +289,9 @@ MISTAKES = {
         "tiers:\n- backend: gds\n",
         ("tiers.yaml:2: ", "there is no backend 'gds'; this version of lmcache-core has no such backend; installed"),
     ),
+    "a socket by a relative path": Mistake(
+        "connect: node.sock\n", ("tiers.yaml:1: ", "connect: 'node.sock' must be absolute; write it from / on, or auto")
+    ),
     "a key without a value": Mistake(
         "cpu:\n  capacity:\n", ("tiers.yaml:2: ", "cpu.capacity has no value", "write one (size) or delete it")
     ),

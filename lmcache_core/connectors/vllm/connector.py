@@ -37,7 +37,7 @@ from lmcache_core.connectors.vllm.requests import Marks
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
 from lmcache_core.connectors.vllm.weights import adapter_digest
 from lmcache_core.connectors.vllm.worker import WorkerSide
-from lmcache_core.errors import LayoutError
+from lmcache_core.errors import ConfigError, LayoutError
 from lmcache_core.namespace import Namespace, page_tokens_for
 from lmcache_core.ratelog import RateLog
 
@@ -51,6 +51,15 @@ SOURCES = {"cpu": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 log = logging.getLogger("vllm.lmcache_core")
 """Below vLLM's own logger, so that its lines are shown as vLLM's are."""
+
+
+def _show_lines() -> None:
+    """Have vLLM's handlers show the lines of the whole package, unless somebody has handlers of their own for it."""
+    ours, theirs = logging.getLogger("lmcache_core"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.level)
 
 
 class Metadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
@@ -105,6 +114,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._told = Counts(float)
         """What has been counted and told."""
         self._log = RateLog(log, 10.0)
+        _show_lines()
         options = read_options(self._kv_transfer_config.kv_connector_extra_config)
         for reason in identity.refusals(vllm_config):
             raise LayoutError(f"lmcache-core cannot be used with this engine: {reason}")
@@ -178,8 +188,12 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @_guarded(None)
     def on_new_request(self, request: Any) -> None:
-        if self._scheduler is not None:
+        if self._scheduler is None:
+            return
+        try:
             self._begin(request)
+        except ConfigError as error:
+            self._scheduler.refused(request.request_id, error)
 
     def _begin(self, request: Any) -> None:
         scheduler = self._scheduler

@@ -14,7 +14,11 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "failed_tokens": ("Prompt tokens that were promised and could not be loaded; they were computed", ""),
     "declined_tokens": ("Prompt tokens that were not loaded since computing them is faster, by their tier", "tier"),
     "stored_tokens": ("Tokens whose KV was stored in the node's host memory", ""),
-    "dropped_tokens": ("Tokens whose KV found no room in the node's host memory", ""),
+    "dropped_tokens": (
+        "Tokens whose KV was not stored: there was no room for it at once, or the node was away",
+        "",
+    ),
+    "refused_options": ("Requests whose kv_transfer_params cannot be used; nothing was loaded or stored for them", ""),
     "faults": ("Exceptions that were kept from the engine", ""),
 }
 """Of each its text, and the name of its label if it has one."""

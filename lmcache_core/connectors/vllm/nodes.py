@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import os
 import threading
 from typing import Any
 
@@ -13,16 +14,20 @@ import msgspec
 from lmcache_core.assembly import build_node, settings
 from lmcache_core.client import Client
 from lmcache_core.config import Config
+from lmcache_core.config.environment import FILE_VARIABLE
 from lmcache_core.direct import DirectClient
 from lmcache_core.errors import ConfigError
 from lmcache_core.namespace import chunk_tokens_for, page_tokens_for
-from lmcache_core.service.address import runtime_socket, socket_path
+from lmcache_core.service.address import remove_stale_sockets, runtime_socket, socket_path
 from lmcache_core.service.remote import RemoteClient
 from lmcache_core.units import format_size
 
 __all__ = ["Door", "WorkerDoor", "check_pages", "engine_socket", "open_door"]
 
 log = logging.getLogger(__name__)
+
+SOCKETS = "vllm-"
+"""What the sockets of engines' nodes begin with."""
 
 _here: dict[str, DirectClient] = {}
 """Clients of the nodes that live in this process, by engine."""
@@ -45,10 +50,14 @@ class Door:
         self.client.close()
 
 
-def engine_socket(engine: str) -> str:
+def engine_socket(name: str) -> str:
     """Where the node of an engine listens for the engine's own processes."""
-    name = hashlib.sha256(engine.encode()).hexdigest()[:16]
-    return socket_path(runtime_socket(f"vllm-{name}"))
+    return socket_path(runtime_socket(f"{SOCKETS}{hashlib.sha256(name.encode()).hexdigest()[:16]}"))
+
+
+def _name(engine: str, source: Any) -> str:
+    """What a node is known by: an engine may have several, each with settings of its own."""
+    return f"{engine} {source!r}"
 
 
 def open_door(source: Any, engine: str, blocks: int, *, processes: bool) -> Door:
@@ -83,15 +92,27 @@ def open_door(source: Any, engine: str, blocks: int, *, processes: bool) -> Door
         log.info("page_tokens %d and chunk_tokens %d, as vLLM has blocks of %d tokens", page, chunk, blocks)
         config = msgspec.structs.replace(config, page_tokens=page, chunk_tokens=chunk)
     if processes and not config.socket:
-        config = msgspec.structs.replace(config, socket=engine_socket(engine))
+        remove_stale_sockets(SOCKETS)  # vLLM kills what it does not need any more
+        config = msgspec.structs.replace(config, socket=engine_socket(_name(engine, source)))
     node = build_node(config)
     own = DirectClient(node, owns=True)
     with _lock:
-        _here[engine] = own
-    tiers = ", ".join(tier.name for tier in config.tiers) or "none"
-    memory = format_size(config.cpu.capacity)
-    log.info("the node of engine %s has %s of host memory in all; tiers: %s", engine, memory, tiers)
+        _here[_name(engine, source)] = own
+    log.info(
+        "KV of engine %s is kept in %s of host memory in all, in pages of %d tokens and chunks of %d; tiers: %s "
+        "(configured by %s)",
+        engine,
+        format_size(config.cpu.capacity),
+        page,
+        chunk,
+        ", ".join(tier.name for tier in config.tiers) or "none",
+        source if isinstance(source, str) else "kv_connector_extra_config" if source else _by_default(),
+    )
     return Door(own, config)
+
+
+def _by_default() -> str:
+    return os.environ.get(FILE_VARIABLE) or "defaults, as there is no file"
 
 
 def check_pages(page: int, chunk: int, blocks: int, where: str) -> None:
@@ -121,6 +142,7 @@ class WorkerDoor:
     def __init__(self, source: Any, engine: str, shard: int, *, same_process: bool) -> None:
         self._config = settings(source)
         self._engine = engine
+        self._name = _name(engine, source)
         self._shard = shard
         self._same_process = same_process
         self._client: Client | None = None
@@ -138,9 +160,9 @@ class WorkerDoor:
             return RemoteClient(socket_path(config.connect), config, name, shard=self._shard)
         if self._same_process:
             with _lock:
-                own = _here.get(self._engine)
+                own = _here.get(self._name)
             return None if own is None else DirectClient(own.node, shard=self._shard)
-        path = socket_path(config.socket) if config.socket else engine_socket(self._engine)
+        path = socket_path(config.socket) if config.socket else engine_socket(self._name)
         return RemoteClient(path, config, f"vllm rank {self._shard}", shard=self._shard)
 
     def close(self) -> None:

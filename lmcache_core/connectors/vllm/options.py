@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 
 from lmcache_core.config.conversion import convert
+from lmcache_core.config.environment import FILE_VARIABLE
 from lmcache_core.errors import ConfigError
 from lmcache_core.units import Duration
 
@@ -58,8 +60,13 @@ def read_request_options(parameters: Any) -> RequestOptions:
     Raises:
         ConfigError: One is unknown or not what it must be; the message says which and what to write.
     """
-    written = parameters.get(PARAMETERS) if isinstance(parameters, Mapping) else None
+    if not isinstance(parameters, Mapping):
+        return RequestOptions()
+    written = parameters.get(PARAMETERS)
     if written is None:
+        meant = difflib.get_close_matches(PARAMETERS, [str(key) for key in parameters], n=1, cutoff=0.8)
+        if meant:
+            raise ConfigError(f"kv_transfer_params: unknown key {meant[0]!r}; did you mean {PARAMETERS!r}?")
         return RequestOptions()
     try:
         return convert(written, RequestOptions)
@@ -74,6 +81,12 @@ def read_options(written: Mapping[str, Any]) -> Options:
         ConfigError: One is unknown or not what it must be; the message says which and what to write.
     """
     try:
-        return convert(dict(written), Options)
+        options = convert(dict(written), Options)
     except ConfigError as error:
         raise ConfigError(f"kv_connector_extra_config: {error}") from error
+    if options.config == "" or isinstance(options.config, bool | int | float | list):
+        raise ConfigError(
+            f"kv_connector_extra_config.config: {options.config!r} is no configuration; write the path of a YAML file "
+            f"or the settings as a mapping, or leave it out for the file that {FILE_VARIABLE} names"
+        )
+    return options

@@ -23,7 +23,7 @@ from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save,
 from lmcache_core.connectors.vllm.requests import EngineRequest, Marks, Tracked
 from lmcache_core.connectors.vllm.weighing import POOL, Weighing
 from lmcache_core.direct import DirectClient
-from lmcache_core.errors import LMCacheError
+from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.index.boundary import stops
 from lmcache_core.namespace import Namespace, new_epoch
 
@@ -117,9 +117,15 @@ class SchedulerSide:
         *,
         usable: bool = True,
     ) -> None:
-        """A request has come. It is not `usable` if its tokens don't tell its KV."""
+        """A request has come. It is not `usable` if its tokens don't tell its KV.
+
+        Raises:
+            ConfigError: It wants something that is not there. Nothing is loaded or stored for it.
+        """
         if request.request_id not in self._requests:
             wanted = wanted or RequestOptions()
+            if isinstance(self.client, DirectClient):  # a node elsewhere says so when it is asked
+                self.client.check_places(wanted.tiers)
             self._requests[request.request_id] = Tracked(
                 request,
                 marks or Marks(),
@@ -129,6 +135,11 @@ class SchedulerSide:
                 wanted.max_load_tokens,
                 wanted.tiers,
             )
+
+    def refused(self, request_id: str, error: ConfigError) -> None:
+        """A request wants what cannot be had."""
+        self.counts["refused_options", ""] += 1
+        self._warn("request options", f"request {request_id}: nothing is loaded or stored for it: {error}")
 
     def match(self, request_id: str, local: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded behind the first `local`, and whether while the engine goes on with others.
@@ -338,7 +349,12 @@ class SchedulerSide:
         assert self._model is not None
         first = tracked.asked is None
         most = None if tracked.most_tokens is None else tracked.most_tokens // self.page_tokens
-        held = self.client.hold(self._model, tracked.keys[:most], tracked.places, counted=not tracked.counted)
+        try:
+            held = self.client.hold(self._model, tracked.keys[:most], tracked.places, counted=not tracked.counted)
+        except ConfigError as error:
+            tracked.load = tracked.save = False
+            self.refused(tracked.request.request_id, error)
+            return False
         tracked.counted = tracked.counted or held.asked is None
         tracked.let_go(self.client)
         if held.asked is not None and first:
@@ -423,9 +439,9 @@ class SchedulerSide:
         if self._follower is not None:
             self._follower.learn(tracked, pages)
         storing = self.client.begin_store(self._model, keys, at, first, tracked.places)
-        tracked.saved = pages
-        if storing.dropped:
-            self.counts["dropped_tokens", ""] += storing.dropped // self._groups * self.page_tokens
+        new, tracked.saved = pages - tracked.saved, pages
+        if storing.dropped:  # those in front of them were counted before
+            self.counts["dropped_tokens", ""] += min(storing.dropped // self._groups, new) * self.page_tokens
         if not storing.rooms:
             self.client.finish_store(storing)
             return

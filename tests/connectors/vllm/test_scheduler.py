@@ -325,3 +325,19 @@ def test_a_request_that_is_preempted_is_loaded_again(later: float) -> None:
         assert [engine.done[each] for each in "ab"] == [engine.expected(prompt(t), 30) for t in ("abcd1", "wxyz1")]
         world.at_rest()
         assert engine.loaded["b"] == 64
+
+
+def test_what_is_not_stored_is_counted_once_however_many_steps_complete_it() -> None:
+    with open_world() as world:
+        world.node.guard.index.frozen = True
+        for request, text in (("a", "abcdefgh"), ("b", "ijklmnop")):
+            world.generate(request, prompt(text))
+        assert world.scheduler.counts["dropped_tokens", ""] == 2 * 8 * 16
+
+
+def test_a_request_for_a_tier_that_is_not_there_is_refused_and_that_is_said(world: World) -> None:
+    world.scheduler.begin(Request("c", prompt("abcd12")), wanted=RequestOptions(tiers=["tape"]))
+    assert {world.scheduler.match("c", 0) for _ in range(3)} == {(0, False)}
+    assert world.scheduler.counts["refused_options", ""] == 1
+    assert "request c: nothing is loaded or stored for it: there is no tier 'tape'" in world.warnings[-1]
+    assert world.scheduler.match("b", 0) == (64, False)

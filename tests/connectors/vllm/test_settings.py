@@ -13,6 +13,7 @@ from lmcache_core.connectors.vllm.options import Options, RequestOptions, read_o
 from lmcache_core.direct import DirectClient
 from lmcache_core.errors import ConfigError
 from lmcache_core.node import Node
+from lmcache_core.service.address import Listener
 from lmcache_core.service.remote import RemoteClient
 from lmcache_core.service.server import NodeServer
 from tests.node.kv import until
@@ -33,12 +34,15 @@ def test_options_have_units_and_defaults() -> None:
         ({"load_timeout": "soon"}, ["load_timeout", "'soon'"]),
         ({"save_decode": "yes"}, ["save_decode", "true or false"]),
         ({"lmcache.config": "x"}, ["unknown key 'lmcache.config'"]),
+        ({"config": ""}, ["config: '' is no configuration; write the path of a YAML file", "LMCACHE_CORE_CONFIG"]),
+        ({"config": 5}, ["config: 5 is no configuration"]),
+        ({"config": ["a.yaml"]}, ["is no configuration"]),
     ],
 )
 def test_a_mistake_in_an_option_is_named(written: dict[str, Any], says: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         read_options(written)
-    assert str(raised.value).startswith("kv_connector_extra_config: ")
+    assert str(raised.value).startswith("kv_connector_extra_config")
     assert [part for part in says if part not in str(raised.value)] == []
 
 
@@ -50,6 +54,9 @@ def test_options_of_a_request() -> None:
     for wrong in ({"laod": False}, {"max_load_tokens": -1}, {"tiers": "cpu"}, 7):
         with pytest.raises(ConfigError, match=r"^kv_transfer_params: lmcache_core: "):
             read_request_options({"lmcache_core": wrong})
+    with pytest.raises(ConfigError, match="unknown key 'lmcache-core'; did you mean 'lmcache_core'"):
+        read_request_options({"lmcache-core": {"load": False}})
+    assert read_request_options({"lmcache.skip_save": True, "do_remote_decode": True}) == RequestOptions()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +102,7 @@ def test_workers_in_other_processes_find_it_by_a_socket(tmp_path: Path, monkeypa
     door = open_door(SMALL, "engine d", 16, processes=True)
     worker = WorkerDoor(SMALL, "engine d", 0, same_process=False)
     try:
-        assert door.config.socket == engine_socket("engine d") != engine_socket("engine e")
+        assert door.config.socket == engine_socket(f"engine d {SMALL!r}")
         client = worker.client()
         assert isinstance(client, RemoteClient)
         assert client.wait_until_up(10)
@@ -103,6 +110,38 @@ def test_workers_in_other_processes_find_it_by_a_socket(tmp_path: Path, monkeypa
     finally:
         worker.close()
         door.close()
+
+
+def test_an_engine_may_have_nodes_with_settings_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    other = SMALL | {"chunk_tokens": 64}
+    first = open_door(SMALL, "engine h", 16, processes=True)
+    second = open_door(other, "engine h", 16, processes=True)
+    worker = WorkerDoor(other, "engine h", 0, same_process=True)
+    try:
+        found = worker.client()
+        assert isinstance(found, DirectClient)
+        assert isinstance(second.client, DirectClient)
+        assert found.node is second.client.node
+        assert first.config.socket != second.config.socket
+    finally:
+        worker.close()
+        first.close()
+        second.close()
+
+
+def test_sockets_of_engines_that_were_killed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    dead = Listener(engine_socket("dead"))
+    alive = Listener(engine_socket("alive"))
+    dead.abandon()  # as the end of its process does
+    door = open_door(SMALL, "engine i", 16, processes=True)
+    try:
+        left = {path.name for path in Path(alive.path).parent.iterdir()}
+        assert left == {Path(path).name + end for path in (alive.path, door.config.socket) for end in ("", ".lock")}
+    finally:
+        door.close()
+        alive.close()
 
 
 @pytest.fixture
