@@ -145,6 +145,8 @@ def told(fault: Fault, place: str, objects: str, *, opening: bool = False) -> Ba
     return BackendError(f"{where}: the server answers {answer}; {advice}")
 
 
-def lacks(module: str | None) -> ConfigError:
-    """The error for a library that is not installed."""
-    return ConfigError(f"s3: {module} is not installed; pip install 'lmcache-core[s3]'")
+def lacks(library: str, error: ImportError) -> ConfigError:
+    """The error for a library that cannot be imported."""
+    missing = isinstance(error, ModuleNotFoundError)
+    what = f"{library} is not installed" if missing else f"{library} is of another version: {error}"
+    return ConfigError(f"s3: {what}; pip install 'lmcache-core[s3]'")

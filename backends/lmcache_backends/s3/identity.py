@@ -100,7 +100,7 @@ class Identity:
         try:
             exceptions = importlib.import_module("botocore.exceptions")
         except ImportError as error:
-            raise lacks("aioboto3") from error
+            raise lacks("aioboto3", error) from error
         try:
             yield
         except (exceptions.BotoCoreError, exceptions.ClientError, OSError) as error:

@@ -95,7 +95,7 @@ class Session:
         try:
             module = await self._threads.run(importlib.import_module, f"lmcache_backends.s3.{name}")
         except ImportError as error:
-            raise lacks(library) from error
+            raise lacks(library, error) from error
         if options.is_express():
             making = await self._threads.run(module.prepare, options, target, self._identity)
             aws: Client = await module.make(options, target, making, self._threads, self._tally)
