@@ -89,7 +89,12 @@ class Connector:
             if hasattr(socket, "TCP_USER_TIMEOUT"):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
             context = self.context()
-            return sock if context is None else context.wrap_socket(sock, server_hostname=where.host)
+            if context is None:
+                return sock
+            try:
+                return context.wrap_socket(sock, server_hostname=where.host)
+            except TimeoutError as error:
+                raise problems.of_silence(where) from error
         except BaseException:
             sock.close()
             raise

@@ -48,6 +48,11 @@ def of_reply(where: Address, reply: ErrorReply) -> BackendError | ConfigError:
     return BackendError(f"{said} answers: {text}")
 
 
+def of_silence(where: Address) -> BackendError:
+    """It takes the connection and says nothing in TLS."""
+    return BackendError(f"redis at {where} does not answer in TLS in time; if it does not speak it, write redis://")
+
+
 def of_connecting(where: Address, error: Exception, tls: bool) -> BackendError:
     """Why a connection cannot be made."""
     said = f"redis at {where}"
@@ -60,8 +65,8 @@ def of_connecting(where: Address, error: Exception, tls: bool) -> BackendError:
     if isinstance(error, ssl.SSLError):
         if "WRONG_VERSION_NUMBER" in str(error) or "RECORD_LAYER" in str(error):
             return BackendError(f"{said} does not speak TLS at this port; write redis:// or its TLS port")
-        if "CERTIFICATE_REQUIRED" in str(error) or "HANDSHAKE_FAILURE" in str(error):
-            return BackendError(f"{said} wants a certificate of ours; name it with tls_cert ({error})")
+        if any(word in str(error) for word in ("CERTIFICATE_REQUIRED", "HANDSHAKE_FAILURE", "EOF occurred")):
+            return BackendError(f"{said} ends TLS; if it wants a certificate of ours, name it with tls_cert ({error})")
         return BackendError(f"{said}: TLS fails: {error}")
     if isinstance(error, TimeoutError):
         return BackendError(f"{said} cannot be reached in time; is a firewall between, or is it frozen?")

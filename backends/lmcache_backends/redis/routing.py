@@ -194,7 +194,7 @@ class _Work(Generic[T]):
         parts: list[list[int]] = [[]]
         done = 0
         for number in numbers:
-            if parts[-1] and done >= total * len(parts) / count:
+            if parts[-1] and len(parts) < count and done >= total * len(parts) / count:
                 parts.append([])
             parts[-1].append(number)
             done += self.commands[number].nbytes
