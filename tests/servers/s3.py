@@ -124,10 +124,11 @@ def express(directory: Path, behind: Server) -> Iterator[Server]:
 
 
 @contextmanager
-def memory(directory: Path) -> Iterator[Server]:
-    """Objects in memory, with as little between them and the socket as Python can do. Knows no keys and no lists."""
+def memory(directory: Path, *, old: bool = False) -> Iterator[Server]:
+    """Objects in memory, with as little between them and the socket as Python can do. Knows no keys and no lists; one
+    that is `old` knows no conditions and no deletes of several objects either."""
     (port,) = free_ports(1)
-    command = [sys.executable, str(_HERE / "s3_memory.py"), str(port)]
+    command = [sys.executable, str(_HERE / "s3_memory.py"), str(port), *(["old"] if old else [])]
     with _running(Server(command, port, directory / "memory.log", accepts)) as server:
         yield server
 

@@ -1,7 +1,8 @@
-"""Objects in memory behind the few verbs of S3 that move bytes: `python s3_memory.py PORT`.
+"""Objects in memory behind the few verbs of S3 that move bytes: `python s3_memory.py PORT [old]`.
 
 For measurements: it receives into memory that is there already and sends from it, so what is measured is the client. It
-checks no signatures. A thread for each connection.
+checks no signatures. A thread for each connection. With `old` it is one of the servers that know neither conditions nor
+requests that delete several objects.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import threading
 _HEAD = 65536
 _RANGE = re.compile(rb"bytes=(\d+)-(\d*)")
 _COMMON = b'ETag: "0123456789abcdef0123456789abcdef"\r\nLast-Modified: Sun, 29 Nov 2026 15:00:00 GMT\r\n'
+
+OLD = "old" in sys.argv[2:]
 
 objects: dict[bytes, bytearray] = {}
 
@@ -30,7 +33,10 @@ def serve(connection: socket.socket) -> None:
             length = int(headers.get(b"content-length", 0))
             if headers.get(b"expect"):
                 connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-            if verb == b"PUT":
+            if OLD and (b"if-none-match" in headers or verb == b"POST"):
+                receive(connection, memoryview(bytearray(length)))
+                answer(connection, b"501 Not Implemented", b"<Error><Code>NotImplemented</Code></Error>")
+            elif verb == b"PUT":
                 put(connection, name, length, headers)
             elif verb in (b"GET", b"HEAD"):
                 get(connection, name, headers, body=verb == b"GET")

@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,6 +17,7 @@ from lmcache_core.errors import BackendError
 from lmcache_core.protocols import ChunkKey, ReadResult, WriteResult
 from lmcache_core.testing import aligned_buffer, make_chunk, make_key
 from tests.backends.s3.kit import KIB, MIB, Raw, options
+from tests.servers import s3
 from tests.servers.s3 import EXPRESS_BUCKET, Server
 
 STORED = WriteResult.STORED
@@ -165,6 +167,24 @@ async def test_what_a_lifecycle_removed_is_a_miss(make_shelf: MakeShelf) -> None
     assert await one.backend.contains([chunk.key for chunk in chunks]) == [True, False, True]
     assert await one.read(chunks[1].key, chunks[1].data.nbytes) is ReadResult.MISS
     assert one.count("requests_list") == lifecycle.count("requests_list") == 0
+
+
+async def test_a_server_that_knows_no_conditions_is_written_to_without(server_files: Path) -> None:
+    with s3.memory(server_files / "old", old=True) as server:
+        backend = S3Backend(options(server))
+        await backend.open()
+        chunks = [make_chunk(make_key(number)) for number in range(3)]
+        for _ in range(2):
+            assert await backend.write(chunks) == [STORED] * 3
+        assert await backend.contains([chunk.key for chunk in chunks]) == [True] * 3
+        for _ in range(2):
+            await backend.delete([chunk.key for chunk in chunks])
+        assert await backend.contains([chunk.key for chunk in chunks]) == [False] * 3
+        counts = backend.counters()
+        await backend.close()
+    assert counts["requests_put"] == 3 + 3 + 3, "the first three are refused"
+    assert counts["requests_delete"] == 1 + 3 + 3, "so is the first of these"
+    assert counts["retries"] == 0
 
 
 async def test_a_bucket_that_is_removed_is_no_miss(moto: Server) -> None:
