@@ -76,6 +76,8 @@ def ask_while(inside: Inside, trouble: str, step: int) -> tuple[dict[str, Answer
     def before(number: int) -> list[str]:
         if number == step and trouble == "freezes":
             slow.hang()
+        elif number == 0 and trouble == "freezes":
+            slow.hang("write")  # so that it meets something, however quick the reads are
         elif number == step:
             slow.inner.active = True
         return []

@@ -18,8 +18,8 @@ NOTHING = {"requests": 0, "busy": 0, "leases": 0, "staged": 0}
 
 @pytest.fixture(scope="module", params=["10s", 0], ids=["within a step", "over steps"])
 def engine(request: pytest.FixtureRequest, models: Models) -> Iterator[Engine]:
-    cache = {"page_tokens": 128, "chunk_tokens": 128, "cpu": {"capacity": "256MiB"}}
-    # Prompts take several steps.
+    cache = {"page_tokens": 128, "chunk_tokens": 1024, "cpu": {"capacity": "256MiB"}}
+    # Prompts take several steps, and a chunk more than one: some is computed before a reset and some after it.
     made = Engine(models("llama"), cache, {"sync_load": request.param}, max_num_batched_tokens=512)
     yield made
     made.close()

@@ -171,6 +171,32 @@ def test_of_what_is_evicted_between_lookup_and_load_just_the_missing_blocks_are_
     at_rest(engine)
 
 
+def test_lost_blocks_that_vllm_shares_and_keeps_spread_nothing(
+    models: Models, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request shares blocks that another one loses, and that one is aborted before it has computed them anew: what
+    comes of it may be nonsense by vLLM's doing, but is nobody else's."""
+    longer = FIRST + prompt(29, 100)
+    expected = answers(models("llama"), {"longer": longer, "first": FIRST})
+    engine = make(Shelf())
+    engine.ask("warm", FIRST)
+    engine.run()
+    engine.forget()
+    with monkeypatch.context() as context:
+        context.setattr(engine.worker._door.client(), "join_hold", lambda number: None)
+        engine.ask("doomed", FIRST)
+        engine.ask("sharing", longer)
+        engine.step()
+    assert side_of(engine).counts["failed_tokens", ""] == THERE
+    abort(engine, "doomed")
+    engine.run()
+    for name, tokens in {"longer": longer, "first": FIRST}.items():
+        engine.forget()
+        engine.ask(name, tokens)
+        assert engine.run()[name] == expected[name]
+    at_rest(engine)
+
+
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("kind", ["flip", "truncate", "stale", "swap", "raises"])
 def test_a_read_that_ends_early_or_brings_other_bytes_is_a_miss(
