@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.faults import crash, frames, logs, media, owners, power, service, stress
+from benchmarks.faults import crash, frames, logs, media, owners, power, remote, service, stress
 from benchmarks.faults.campaign import Campaign, Fault, Report
 
 FAULTS: list[Fault] = [
@@ -24,6 +24,7 @@ FAULTS: list[Fault] = [
     *power.FAULTS,
     *media.FAULTS,
     *service.FAULTS,
+    *remote.FAULTS,
     *stress.FAULTS,
 ]
 
@@ -83,8 +84,9 @@ def table(reports: list[Report]) -> Table:
     for report in reports:
         seen = ", ".join(f"{name}: {number}" for name, number in report.seen.items())
         style = "" if report.good else "red"
-        row = report.row()
-        made.add_row(*map(str, row.values()), seen, style=style)
+        figures = ", ".join(f"{name} {value:.3g}" for name, value in report.figures.items())
+        counts = (report.fault, report.runs, report.wrong, report.lost, report.recovered)
+        made.add_row(*map(str, counts), "; ".join(filter(None, (seen, figures))), style=style)
     for column in made.columns[1:5]:
         column.justify = "right"
     return made

@@ -38,6 +38,8 @@ class Report:
     """What went wrong, in words."""
     seen: Counter[str] = field(default_factory=Counter)
     """What happened besides, to show that something did."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """What was measured: the largest of all runs."""
 
     @property
     def good(self) -> bool:
@@ -45,7 +47,8 @@ class Report:
 
     def row(self) -> dict[str, Any]:
         """For `faults.json`."""
-        return {name: getattr(self, name) for name in ("fault", "runs", "wrong", "lost", "recovered")}
+        counts = {name: getattr(self, name) for name in ("fault", "runs", "wrong", "lost", "recovered")}
+        return counts | {name: round(value, 3) for name, value in self.figures.items()}
 
 
 class Run:
@@ -76,6 +79,10 @@ class Run:
     def seen(self, what: str, number: int = 1) -> None:
         """Count something that happened."""
         self._report.seen[what] += number
+
+    def figure(self, name: str, value: float) -> None:
+        """Something that was measured."""
+        self._report.figures[name] = max(value, self._report.figures.get(name, value))
 
     def note(self, text: str) -> None:
         """Say why something is as it is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +25,9 @@ class Process:
     def __init__(
         self, command: Sequence[str], log: Path, ready: Callable[[], bool], env: Mapping[str, str] | None = None
     ) -> None:
-        self._command = list(command)
+        # A server must not outlive tests that were killed.
+        bound = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+        self._command = [*bound, *command]
         self._log = log
         self._ready = ready
         self._env = {**os.environ, **(env or {})}
@@ -46,7 +49,7 @@ class Process:
             if process.poll() is not None or time.monotonic() > until:
                 end(process)
                 said = self._log.read_text(errors="replace")[-2000:]
-                raise ChildProcessError(f"{self._command[0]} does not start:\n{said}")
+                raise ChildProcessError(f"{' '.join(self._command)[:80]} does not start:\n{said}")
             time.sleep(0.02)
         return process
 

@@ -8,7 +8,6 @@ are; and a shim in front of moto asks for the sessions of S3 Express. The first 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,9 +49,7 @@ class Server(Process):
         self.port = port
         self.url = f"{scheme}://127.0.0.1:{port}"
         log.parent.mkdir(parents=True, exist_ok=True)
-        # A server must not outlive tests that were killed.
-        bound = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
-        super().__init__([*bound, *command], log, lambda: ready(port))
+        super().__init__(command, log, lambda: ready(port))
 
     def make_bucket(self, name: str) -> None:
         """Make a bucket; one that is there stays as it is."""

@@ -1,0 +1,132 @@
+"""GlusterFS: a brick and two mounts of it that know of each other by the network only, as those of two hosts would.
+
+Server, client and translators are those of a plain volume, as `gluster volume create` puts them together; glusterd,
+which would write the same files, is left out: it wants a fixed port and the machine's directories for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.servers.process import Process, accepts, free_ports, running
+
+__all__ = ["Mount", "Volume", "lacking", "volume"]
+
+_PROGRAMS = {"glusterfsd": "glusterfs-server", "glusterfs": "glusterfs-client", "fusermount3": "fuse3"}
+_TOP = "kv"
+
+
+def lacking() -> str:
+    """What is missing, and how to get it; empty if nothing is."""
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    missing = [package for program, package in _PROGRAMS.items() if shutil.which(program, path=path) is None]
+    if missing:
+        return f"GlusterFS is missing: apt-get install {' '.join(missing)}"
+    if os.geteuid():
+        return "root is missing: GlusterFS is mounted"
+    return "" if os.path.exists("/dev/fuse") else "/dev/fuse is missing: GlusterFS is mounted by FUSE"
+
+
+@dataclass
+class Mount:
+    """A mount, and the client process behind it: frozen, the mount hangs."""
+
+    path: Path
+    process: Process
+
+
+@dataclass
+class Volume:
+    """One volume, mounted twice."""
+
+    one: Mount
+    two: Mount
+    brick: Path
+    """Where the server keeps the files."""
+
+
+@contextmanager
+def volume(directory: Path) -> Iterator[Volume]:
+    """A new volume with all it has in `directory`. It leaves nothing behind, whatever happens."""
+    directory.mkdir(parents=True, exist_ok=True)
+    brick = directory / "brick"
+    brick.mkdir()
+    (port,) = free_ports(1)
+    (directory / "server.vol").write_text(_server(brick, port))
+    (directory / "client.vol").write_text(_client(port))
+    with ExitStack() as stack:
+        command = ["glusterfsd", "-N", "-f", str(directory / "server.vol"), "-l", str(directory / "server.log")]
+        command += ["-p", str(directory / "server.pid")]
+        server = Process(command, directory / "server.out", lambda: accepts(port))
+        stack.enter_context(running(server))
+        yield Volume(*(stack.enter_context(_mounted(directory, name)) for name in ("one", "two")), brick)
+
+
+@contextmanager
+def _mounted(directory: Path, name: str) -> Iterator[Mount]:
+    path = directory / name
+    path.mkdir()
+    command = ["glusterfs", "-N", "-f", str(directory / "client.vol"), "-l", str(directory / f"{name}.log")]
+    command += ["-p", str(directory / f"{name}.pid"), f"--volume-name={_TOP}", str(path)]
+    try:
+        process = Process(command, directory / f"{name}.out", lambda: os.path.ismount(path))
+        with running(process):  # ended first: what waits for it then fails, and nothing keeps the mount busy
+            yield Mount(path, process)
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=False, capture_output=True)
+
+
+def _server(brick: Path, port: int) -> str:
+    return _stack(
+        {
+            "storage/posix": [f"directory {brick}"],
+            "features/access-control": [],
+            "features/locks": [],
+            "features/upcall": ["cache-invalidation off"],
+            "performance/io-threads": [],
+            "protocol/server": [
+                "transport-type tcp",
+                "transport.address-family inet",
+                "transport.socket.bind-address 127.0.0.1",
+                f"transport.socket.listen-port {port}",
+                "auth.addr.io-threads.allow 127.0.0.1",
+            ],
+        }
+    )
+
+
+def _client(port: int) -> str:
+    connection = ["transport-type tcp", "transport.address-family inet", "remote-host 127.0.0.1"]
+    connection += [f"remote-port {port}", "remote-subvolume io-threads", "send-gids true"]
+    return _stack(
+        {
+            "protocol/client": connection,
+            "cluster/distribute": [],
+            "features/utime": ["noatime on"],
+            "performance/write-behind": [],
+            "performance/open-behind": [],
+            "performance/quick-read": [],
+            "performance/md-cache": [],
+            "performance/io-threads": [],
+        },
+        top=_TOP,
+    )
+
+
+def _stack(translators: dict[str, list[str]], top: str = "") -> str:
+    """A volume file: each translator above the one before it, under its own name, the last one under `top`."""
+    lines: list[str] = []
+    below = ""
+    for number, (kind, options) in enumerate(translators.items(), 1):
+        name = top if top and number == len(translators) else kind.rpartition("/")[2]
+        lines += [f"volume {name}", f"    type {kind}", *(f"    option {option}" for option in options)]
+        lines += [f"    subvolumes {below}"] if below else []
+        lines += ["end-volume", ""]
+        below = name
+    return "\n".join(lines)
