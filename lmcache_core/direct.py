@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -270,7 +269,7 @@ class DirectClient:
             filling = Filling(plan, shard, self._later_finish, joined=False)
         while plan.rest:  # of a long store, so that others get the mutex in between
             if self._pauses:
-                time.sleep(PAUSE)
+                self.node.runtime.pause(PAUSE)
             with self._guard.turn, self._guard.mutex:
                 self._guard.use().plan_more(plan, PLANNED)
         return Storing(rooms_of(filling), plan.present, plan.dropped, filling)
@@ -501,7 +500,7 @@ class DirectClient:
                 entries = list(space.chunks.values())
             for number, batch in enumerate(batches(entries)):
                 if number:
-                    time.sleep(PAUSE)
+                    self.node.runtime.pause(PAUSE)
                 with self._guard.turn, self._guard.mutex:
                     removed += self._guard.use().clear(batch, mask)
         return removed

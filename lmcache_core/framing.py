@@ -8,14 +8,14 @@ from lmcache_core import frame
 from lmcache_core.errors import FrameError
 from lmcache_core.hostpool import Slot
 from lmcache_core.index import Entry
-from lmcache_core.iothreads import IoThreads
+from lmcache_core.iothreads import IoThreads, Workers
 
 
 class Framer:
-    """Runs `frame.seal` and `frame.verify` on threads. To be used on one event loop."""
+    """Runs `frame.seal` and `frame.verify` on threads, or on `workers`. To be used on one event loop."""
 
-    def __init__(self, threads: int = 2) -> None:
-        self._threads = IoThreads("lmcache-frame", threads)
+    def __init__(self, threads: int = 2, workers: Workers | None = None) -> None:
+        self._threads = IoThreads("lmcache-frame", threads) if workers is None else workers
         self._sealing: dict[Slot, asyncio.Future[None]] = {}
 
     async def seal(self, slot: Slot, entry: Entry) -> None:

@@ -56,9 +56,10 @@ class Filling:
     def leave(self) -> None:
         """Let go of the slots of a store that was joined. Called under the mutex."""
         self.finished = True
-        for slot in (self.joined or {}).values():
+        joined = self.joined or {}
+        for slot in joined.values():
             slot.release()
-        self.joined = {}
+        joined.clear()
 
     def __del__(self) -> None:
         if not getattr(self, "finished", True):  # it may have been interrupted while it was made

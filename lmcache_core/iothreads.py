@@ -12,16 +12,32 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from lmcache_core.errors import ClosedError
 
-__all__ = ["IoThreads", "ended"]
+__all__ = ["IoThreads", "Workers", "ended"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
+
+
+class Workers(Protocol):
+    """Runs calls beside the event loop; see `IoThreads`."""
+
+    async def finish(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return or raise what `fn` does; a cancelled coroutine ends only when `fn` has."""
+        ...
+
+    def submit(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
+        """Queue `fn` and return the future of its outcome."""
+        ...
+
+    def close(self) -> None:
+        """End after what is running."""
+        ...
 
 
 class _Call(NamedTuple):

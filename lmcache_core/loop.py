@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lmcache_core.errors import ClosedError, UsageError
 
@@ -17,6 +17,26 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT = 5.0
+
+
+class NodeLoop(Protocol):
+    """An event loop that runs beside its callers; see `LoopThread`."""
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Have `work` called on the loop soon; after the loop has stopped it is not called."""
+        ...
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop."""
+        ...
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run a coroutine on the loop and wait for what it returns."""
+        ...
+
+    def stop(self) -> None:
+        """Cancel what still runs on the loop, and stop it."""
+        ...
 
 
 class LoopThread:

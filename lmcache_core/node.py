@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -27,19 +26,21 @@ from lmcache_core.index import Geometry, Index, Space, TierRules
 from lmcache_core.index.decisions import Read
 from lmcache_core.index.residency import CPU
 from lmcache_core.index.shares import OwnerKind, ShareRules
-from lmcache_core.loop import LoopThread
 from lmcache_core.namespace import Group, GroupKind, Namespace
 from lmcache_core.pins import KeptPins
 from lmcache_core.probe import Prober
 from lmcache_core.protocols import RemembersUse, Scannable, StorageBackend
-from lmcache_core.ratelog import LogWriter, RateLog
+from lmcache_core.ratelog import RateLog
 from lmcache_core.reports import Reports
+from lmcache_core.runtime import Runtime
 from lmcache_core.tier import TierRunner
 from lmcache_core.units import format_size
 
 log = logging.getLogger(__name__)
 
 TICK = 0.25
+FRAMERS = 2
+"""Threads that seal and check frames."""
 START_TIMEOUT = 60.0
 CLOSE_TIMEOUT = 30.0
 STILL = 5.0
@@ -62,6 +63,7 @@ class Node:
     Args:
         config: The settings.
         backends: One for each tier of `config`, in order, not opened yet.
+        runtime: Time, event loop and threads; the machine's by default.
 
     Raises:
         PoolError: The host pool cannot be had.
@@ -69,17 +71,21 @@ class Node:
         BackendError: A backend keeps the event loop from running.
     """
 
-    def __init__(self, config: Config, backends: Sequence[StorageBackend] = ()) -> None:
+    def __init__(
+        self, config: Config, backends: Sequence[StorageBackend] = (), *, runtime: Runtime | None = None
+    ) -> None:
         self.config = config
+        self.runtime = runtime = Runtime() if runtime is None else runtime
         self.counts = Counts()
         rules = [_rules(config, tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
         shares = _shares(config, rules)
-        self.pool = HostPool(config.cpu.capacity, hugepages=config.cpu.hugepages)
+        self.pool = HostPool(config.cpu.capacity, hugepages=config.cpu.hugepages, prefault=runtime.prefault)
         index = Index(
             self.pool,
             rules,
             policy=config.cpu.policy,
             lease_timeout=config.lease_timeout,
+            clock=runtime.clock,
             counts=self.counts,
             shares=shares,
             share_timeout=config.share_timeout,
@@ -87,10 +93,10 @@ class Node:
         self.guard = IndexGuard(index, self._wake, self._abandon)
         self.lag = 0.0
         """Seconds by which the event loop was late at its last tick."""
-        self._ticked = time.monotonic()
-        self._loop = LoopThread()
-        self._framer = Framer()
-        self._log_writer = LogWriter()
+        self._ticked = runtime.clock()
+        self._loop = runtime.loop()
+        self._framer = Framer(workers=runtime.workers("lmcache-frame", FRAMERS))
+        self._log_writer = runtime.log_writer()
         self._reports = Reports(self.guard, self.counts, lambda number: self.runners[number].health.usage())
         self.runners = [
             TierRunner(
@@ -99,11 +105,11 @@ class Node:
                 backend,
                 self._framer,
                 self._reports,
-                RateLog(log, config.log_interval, writer=self._log_writer),
+                RateLog(log, config.log_interval, writer=self._log_writer, clock=runtime.clock),
             )
             for number, (tier, backend) in enumerate(zip(config.tiers, backends, strict=True))
         ]
-        self._prober = Prober(self.guard, self.runners, self.start, self._reports.learned)
+        self._prober = Prober(self.guard, self.runners, self.start, self._reports.learned, runtime.clock)
         self._closed = False
         self._ticking: Future[None] | None = None
         self.shared: dict[int, object] = {}
@@ -264,7 +270,7 @@ class Node:
         Raises:
             BackendError: Its event loop stands still.
         """
-        still = time.monotonic() - self._ticked
+        still = self.runtime.clock() - self._ticked
         if still > STILL:
             raise BackendError(
                 f"the event loop has stood still for {still:.0f} s; a backend makes blocking calls on it"
@@ -321,10 +327,10 @@ class Node:
 
     async def _tick(self) -> None:
         while True:
-            before = time.monotonic()
+            before = self.runtime.clock()
             await asyncio.sleep(TICK)
-            self.lag = max(0.0, time.monotonic() - before - TICK)
-            self._ticked = time.monotonic()
+            self._ticked = self.runtime.clock()
+            self.lag = max(0.0, self._ticked - before - TICK)
             self._reports.tick()
             self._work()  # also what was left by a thread that was interrupted before it could wake us
 

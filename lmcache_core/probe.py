@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -37,6 +36,7 @@ class Prober:
         runners: Its tiers.
         start: Runs a coroutine on its event loop.
         learned: Called with the number of a tier and the pages and parents of chunks that it holds.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -45,10 +45,12 @@ class Prober:
         runners: Sequence[TierRunner],
         start: Callable[[Coroutine[Any, Any, None]], Future[None]],
         learned: Callable[[int, Space, Sequence[tuple[tuple[bytes, ...], bytes]]], None],
+        clock: Callable[[], float],
     ) -> None:
         self._guard = guard
         self._start = start
         self._learned = learned
+        self._clock = clock
         self._asking: dict[Prompt, Future[None]] = {}
         self._fresh: dict[Prompt, float] = {}
         """Until when an answer is good, in order of answers."""
@@ -62,7 +64,7 @@ class Prober:
             return None
         prompt = (spaces[0].digest, keys[-1], places)
         asking = self._asking.get(prompt)
-        if asking is None and self._fresh.get(prompt, 0.0) <= time.monotonic():
+        if asking is None and self._fresh.get(prompt, 0.0) <= self._clock():
             asking = self._start(self._ask(prompt, runners, spaces, keys, first_page))
             self._asking[prompt] = asking
         return asking
@@ -88,7 +90,7 @@ class Prober:
             with self._guard.mutex:
                 del self._asking[prompt]
                 self._fresh.pop(prompt, None)
-                self._fresh[prompt] = time.monotonic() + FRESH
+                self._fresh[prompt] = self._clock() + FRESH
                 while len(self._fresh) > _REMEMBERED:
                     del self._fresh[next(iter(self._fresh))]
 

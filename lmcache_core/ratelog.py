@@ -9,6 +9,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
+
+
+class LineWriter(Protocol):
+    """Writes log lines for those that must not block."""
+
+    def write(self, logger: logging.Logger, level: int, message: str, args: tuple[object, ...]) -> None:
+        """Have a line written soon."""
+        ...
+
+    def close(self) -> None:
+        """Write what waits."""
+        ...
 
 
 class RateLog:
@@ -19,7 +32,7 @@ class RateLog:
         logger: logging.Logger,
         interval: float = 10.0,
         *,
-        writer: LogWriter | None = None,
+        writer: LineWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Lines are written by `writer` if there is one, else by the caller."""

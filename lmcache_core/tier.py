@@ -69,7 +69,8 @@ class TierRunner:
         self._mutating = 0
         self._late = 0
         """How many of `_mutating` are past their deadline."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        """In order, so that a run can be repeated exactly."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -150,8 +151,8 @@ class TierRunner:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
 
     def _refuse(self, mutation: Mutation) -> None:
         if isinstance(mutation, Write):

@@ -207,7 +207,7 @@ def turns_of(cache: Cache, monkeypatch: pytest.MonkeyPatch, between: Callable[[]
 
     monkeypatch.setattr(guard, "MOST_AT_ONCE", 3)
     monkeypatch.setattr(index, "clear", noted)
-    monkeypatch.setattr("lmcache_core.direct.time.sleep", lambda seconds: between())
+    monkeypatch.setattr("lmcache_core.runtime.time.sleep", lambda seconds: between())
     return sizes
 
 
@@ -275,7 +275,7 @@ def test_a_long_store_of_a_client_with_its_own_threads_lets_others_have_their_tu
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(direct, "PLANNED", 1)
-    monkeypatch.setattr("lmcache_core.direct.time.sleep", slept.append)
+    monkeypatch.setattr("lmcache_core.runtime.time.sleep", slept.append)
     with open_cache(memory(), slots=16) as cache:
         client = DirectClient(cache.client.node, pauses=pauses)  # type: ignore[attr-defined]
         assert store(Cache(client, namespace()), "abcdefghijkl")
