@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from lmcache_core.hostpool import Slot
 from lmcache_core.index.decisions import Delete, Describe, Load, Read
 from lmcache_core.index.entries import Entry, Space
 from lmcache_core.index.residency import Residency
@@ -27,12 +28,21 @@ class Loading(Residency):
         tier = self._source(entry, self.readable)
         if tier is None:
             return None
-        slot = self.allocate(entry.form, entry.owner)
+        slot = self.allocate(entry.form, entry.owner, counted=False) or self._allocate_of_leased(entry)
         if slot is None:
             return None
         entry.load = Load(entry, slot, tier.number)
         self.out.append(Read(entry.load))
         return entry.load
+
+    def _allocate_of_leased(self, entry: Entry) -> Slot | None:
+        """Room for a chunk in place of what is leased: of a prompt larger than the pool the tail may lie there, and is
+        read again when its turn comes."""
+        self._takes_leased = True
+        try:
+            return self.allocate(entry.form, entry.owner)
+        finally:
+            self._takes_leased = False
 
     def _source(self, entry: Entry, places: int) -> TierState | None:
         for tier in self.tiers:

@@ -60,6 +60,8 @@ class Residency:
         self.unwritten = Unwritten()
         self._resident = 0
         """Bytes of the chunks in the pool that are not pinned."""
+        self._takes_leased = False
+        """What is leased may make room too, if it can be read from a tier again."""
         self._spills = [tier for tier in self.tiers if tier.rules.write == "evict"]
         """Tiers that take what the pool evicts."""
 
@@ -100,13 +102,14 @@ class Residency:
 
     # Host pool
 
-    def allocate(self, form: FrameShape, owner: Owner) -> Slot | None:
+    def allocate(self, form: FrameShape, owner: Owner, *, counted: bool = True) -> Slot | None:
         """A slot for a chunk of `owner`, if need be in place of chunks that may go. None, which is counted, when there
         is no room at once; if that is because what may go is not worth it, none goes."""
         share = owner.shares[0]
         nbytes = form.nbytes
         if share.quota is not None and share.over(nbytes) > 0 and not self._shed(share, nbytes):
-            self.counts.add("dropped_chunks", Refusal.QUOTA.value)
+            if counted:
+                self.counts.add("dropped_chunks", Refusal.QUOTA.value)
             return None
         slot = self.pool.allocate(form)
         if slot is not None:
@@ -140,7 +143,8 @@ class Residency:
                 return slot
         if victims:
             self._put_back(self.policy, victims, unlinked)
-        self.counts.add("dropped_chunks", Refusal.POOL_FULL.value)
+        if counted:
+            self.counts.add("dropped_chunks", Refusal.POOL_FULL.value)
         return None
 
     def _shed(self, share: Share, more: int) -> bool:
@@ -238,10 +242,11 @@ class Residency:
                 return None
         return None if self._spills and self._spill(candidate) else candidate
 
-    @staticmethod
-    def _pool_may_drop(entry: Entry) -> bool:
+    def _pool_may_drop(self, entry: Entry) -> bool:
         slot = entry.slot
-        return slot is not None and slot.references == 1 and not entry.leases and not entry.pins
+        if slot is None or slot.references > 1 or entry.pins:
+            return False
+        return not entry.leases or (self._takes_leased and bool(entry.where & self.readable & ~POOL))
 
     def _spill(self, entry: Entry) -> bool:
         """Start writing a chunk to the tiers that take what the pool evicts. False if it is on all of them already, or

@@ -90,7 +90,8 @@ class WatchedIndex(Index):
 
     def check_victim(self, entry: Entry, bit: int) -> None:
         assert not entry.pins
-        assert not entry.leases or entry.where & ~bit & POOL
+        again = self.readable & ~POOL if self._takes_leased else 0
+        assert not entry.leases or entry.where & ~bit & (POOL | again)
         assert entry.where & ~bit or entry.writing or entry.key not in entry.space.chains, "others need the last copy"
         assert entry.load is None or entry.load.late or entry.load.tier != bit.bit_length() - 2
         if self.asking is not None and self.asking[0] is not entry.owner:
@@ -99,10 +100,10 @@ class WatchedIndex(Index):
             theirs, wanted = entry.owner.shares[place].held, asking.shares[place].held + more
             assert entry.owner.idle or theirs / entry.owner.weight >= wanted / asking.weight, "taken from who has less"
 
-    def allocate(self, form: FrameShape, owner: Owner) -> Slot | None:
+    def allocate(self, form: FrameShape, owner: Owner, *, counted: bool = True) -> Slot | None:
         self.evicting, self.asking = True, (owner, form.nbytes)
         try:
-            return super().allocate(form, owner)
+            return super().allocate(form, owner, counted=counted)
         finally:
             self.evicting, self.asking = False, None
 

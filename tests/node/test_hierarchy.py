@@ -172,3 +172,14 @@ def test_a_remote_tier_that_gives_wrong_bytes_again_and_again_is_left_alone() ->
         assert cache.stats().counts["corrupt_chunks"] == {"t0": 3}
         assert not cache.stats().tiers[0].up
         assert cache.stats().slots == 0
+
+
+def test_a_prompt_larger_than_the_pool_comes_from_a_tier_each_time() -> None:
+    for slots in (1, 2, 5):
+        with open_cache(Shelf(), slots=slots) as cache:
+            whole = "".join(chr(ord("a") + number) for number in range(26)) + "ABCDEFGHIJ"
+            for end in range(4, len(whole) + 1, 4):
+                store(cache, whole[:end])
+                assert cache.flush(10)
+            assert [retrieve(cache, whole) for _ in range(4)] == [36] * 4
+            at_rest(cache)

@@ -22,6 +22,7 @@ class Loading:
         kv: The engine's.
         warn: Logs a line, at most one a kind and interval.
         clock: In seconds.
+        counts: Whether the node shall count it: of all ranks one.
     """
 
     def __init__(
@@ -31,6 +32,8 @@ class Loading:
         kv: EngineKV | None,
         warn: Callable[[str, str], object],
         clock: Callable[[], float],
+        *,
+        counts: bool,
     ) -> None:
         self.job = job
         self.pages = 0
@@ -44,6 +47,7 @@ class Loading:
         self._kv = kv
         self._warn = warn
         self._clock = clock
+        self._counts = counts
         self._held: Held | None = None
         self._operation: operations.Operation[operations.Loaded] | None = None
         self._step: operations.Step | None = None
@@ -118,7 +122,7 @@ class Loading:
             loaded: operations.Loaded = end.value
             self.pages = loaded.pages
             self._tiers = loaded.tiers
-            if self._kv is not None and self._client is not None and self._client.shard == 0:
+            if self._counts and self._kv is not None and self._client is not None:
                 operations.count_loaded(self._client, loaded, self._kv.page_tokens)
             self._end()
 
@@ -133,8 +137,8 @@ class Loading:
         return set(ids[max(there, job.skip_tokens // size) :])
 
     def timing(self) -> Timing | None:
-        """How it went, told by the first rank."""
-        if self._kv is None or self._client is None or self._client.shard:
+        """How it went on this rank."""
+        if self._kv is None:
             return None
         job = self.job
         seconds = self._ended_at - self._started_at

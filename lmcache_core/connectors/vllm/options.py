@@ -51,7 +51,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Most tokens of its prompt to load, from the start; what is behind them is computed."""
     tiers: list[str] | None = None
-    """Tiers to load from and to store to, `cpu` for host memory; all by default."""
+    """Tiers to load from, and to store to besides host memory; `cpu` for host memory. All by default."""
 
 
 def read_request_options(parameters: Any) -> RequestOptions:

@@ -69,7 +69,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Timing:
-    """How a load went on the first rank."""
+    """How a load went on a rank."""
 
     request: str
     first_page: int

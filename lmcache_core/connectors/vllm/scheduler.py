@@ -8,8 +8,9 @@ into room that was reserved here before. All of it is called on the scheduler's 
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from lmcache_core.client import Client, Model, Storing
 from lmcache_core.connectors.vllm.counters import Counts
 from lmcache_core.connectors.vllm.events import BlockEvent, Follower, Names
 from lmcache_core.connectors.vllm.options import Options, RequestOptions
-from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step
+from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step, Timing
 from lmcache_core.connectors.vllm.requests import EngineRequest, Marks, Tracked
 from lmcache_core.connectors.vllm.weighing import POOL, Weighing
 from lmcache_core.direct import DirectClient
@@ -101,6 +102,8 @@ class SchedulerSide:
         self._lost: set[int] = set()
         """Blocks that hold nonsense and that the engine may still take for what they should have been."""
         self._loaded: Counter[str] = Counter()
+        self._timings: defaultdict[str, list[Timing]] = defaultdict(list)
+        """Of loads that have not ended on all ranks."""
         self._weighing = Weighing(client, options, self.counts, page_tokens, clock)
         self._in_flight = 0
         """Steps with something to compute that have been planned and have not ended."""
@@ -253,8 +256,7 @@ class SchedulerSide:
             self._namespace = self._describe(report.facts)
             self._register()
         for timing in report.timings:
-            tracked = self._requests.get(timing.request)
-            self._weighing.learn(timing, {} if tracked is None else tracked.slow)
+            self._timings[timing.request].append(timing)
         for tokens, context, seconds in report.computed:
             self._weighing.rates.computed(tokens, context, seconds)
         for number, ranks in report.saved.items():
@@ -402,6 +404,11 @@ class SchedulerSide:
     def _ended(self, request_id: str) -> None:
         del self._loaded[request_id]
         tracked = self._requests.get(request_id)
+        timings = self._timings.pop(request_id, [])
+        if timings:  # a hit is what all ranks have, once the last of them has it
+            least = max(timings, key=lambda timing: timing.missing)
+            least = dataclasses.replace(least, seconds=max(timing.seconds for timing in timings))
+            self._weighing.learn(least, {} if tracked is None else tracked.slow)
         if tracked is None:
             return
         tracked.loading = False

@@ -112,7 +112,9 @@ class WorkerSide:
         self._go_on(self._options.load_slice if busy else IDLE_SLICE, may_wait=not busy)
 
     def _loading(self, job: Load) -> Loading:
-        return Loading(job, self._find_client(), self._kv, self._warn, self._clock)
+        client = self._find_client()
+        counts = self._writes and client is not None and not client.shard
+        return Loading(job, client, self._kv, self._warn, self._clock, counts=counts)
 
     def _go_on(self, seconds: float, *, may_wait: bool) -> None:
         until = self._clock() + seconds

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.errors import Flaky
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from lmcache_core.client import Client
@@ -356,5 +357,6 @@ def a_rank_takes_another_rank_s_part(patch: pytest.MonkeyPatch) -> None:
 def test_the_machine_catches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run, patch = BUGS[name]
     patch(monkeypatch)
-    with pytest.raises((AssertionError, LayoutError, KeyError)):
+    # A tier's deadlines are real time, so what has failed once may go another way when it is tried again.
+    with pytest.raises((AssertionError, LayoutError, KeyError, Flaky)):
         run()

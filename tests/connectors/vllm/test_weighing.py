@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from lmcache_core.connectors.vllm.plan import Report, Timing
@@ -50,6 +52,7 @@ def learned(world: World, *, token_seconds: float, byte_seconds: float) -> None:
     world.scheduler.report(
         Report(
             computed=[(1000, 0, 1000 * token_seconds)],
+            loaded=Counter(["earlier"]),
             timings=[Timing("earlier", 0, (("t0", 1),), page, page * byte_seconds, alone=True, missing=0)],
         )
     )
@@ -109,6 +112,19 @@ def test_a_load_that_came_to_nothing_makes_its_tier_a_slow_one() -> None:
         world_with_a_prompt_on_a_tier(world)
         world.scheduler.report(Report(computed=[(1000, 0, 10.0)]))
         assert world.scheduler.match("b", 0) == (64, True)
-        world.scheduler.report(Report(timings=[Timing("b", 0, (), 100, 5.0, alone=True, missing=4)]))
+        timing = Timing("b", 0, (), 100, 5.0, alone=True, missing=4)
+        world.scheduler.report(Report(timings=[timing], loaded=Counter(["b"])))
         assert world.scheduler._weighing.rates.bytes_a_second("t0") == pytest.approx(20)
         assert world.scheduler.counts["failed_tokens", ""] == 64
+
+
+def test_what_a_rank_lacks_was_not_loaded_however_much_others_have() -> None:
+    with open_world(Shelf(), ranks=2) as world:
+        scheduler = world.scheduler
+        one = Timing("c", 0, (("t0", 4),), 16, 1.0, alone=True, missing=0)
+        other = Timing("c", 0, (("t0", 1),), 16, 2.0, alone=True, missing=3)
+        scheduler.report(Report(timings=[one], loaded=Counter(["c"])))
+        assert scheduler.counts["loaded_tokens", "t0"] == 0
+        scheduler.report(Report(timings=[other], loaded=Counter(["c"])))
+        assert (scheduler.counts["loaded_tokens", "t0"], scheduler.counts["failed_tokens", ""]) == (16, 48)
+        assert scheduler.counts["load_seconds", ""] == 2.0
