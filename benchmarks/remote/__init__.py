@@ -1,0 +1,1 @@
+"""How fast remote tiers are, beside what their media can do and beside other clients."""
