@@ -14,7 +14,7 @@ from lmcache_core.index.decisions import Lease, Load, StorePlan, Write
 class Holding:
     """A lease and the references it has taken on slots. `dropped` is called with one that was let go of unreleased."""
 
-    __slots__ = ("_dropped", "done", "lease", "shard", "shared", "slots", "tiers")
+    __slots__ = ("__weakref__", "_dropped", "done", "lease", "shard", "shared", "slots", "tiers")
 
     def __init__(self, lease: Lease, shard: int, dropped: Callable[[Holding], None]) -> None:
         self.lease = lease
@@ -41,7 +41,7 @@ class Holding:
 class Filling:
     """A store under way. `dropped` is called with one that was let go of unfinished."""
 
-    __slots__ = ("_dropped", "finished", "joined", "plan", "shard", "shared")
+    __slots__ = ("__weakref__", "_dropped", "finished", "joined", "plan", "shard", "shared")
 
     def __init__(self, plan: StorePlan, shard: int, dropped: Callable[[Filling], None], *, joined: bool) -> None:
         self.plan = plan

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from lmcache_core.coding.recipe import recipe_of
 from lmcache_core.config import Config, TierConfig
 from lmcache_core.counts import Counts
 from lmcache_core.errors import BackendError, ConfigError, LayoutError
@@ -79,6 +80,10 @@ class Node:
         self.counts = Counts()
         rules = [_rules(config, tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
         shares = _shares(config, rules)
+        recipes = [
+            recipe_of(f"tiers[{number}]", tier, backend)
+            for number, (tier, backend) in enumerate(zip(config.tiers, backends, strict=True))
+        ]
         self.pool = HostPool(config.cpu.capacity, hugepages=config.cpu.hugepages, prefault=runtime.prefault)
         index = Index(
             self.pool,
@@ -103,6 +108,7 @@ class Node:
                 number,
                 tier,
                 backend,
+                recipes[number],
                 self._framer,
                 self._reports,
                 RateLog(log, config.log_interval, writer=self._log_writer, clock=runtime.clock),
@@ -112,8 +118,9 @@ class Node:
         self._prober = Prober(self.guard, self.runners, self.start, self._reports.learned, runtime.clock)
         self._closed = False
         self._ticking: Future[None] | None = None
-        self.shared: dict[int, object] = {}
-        """Leases and stores of clients that others can join, by number. Guarded by the mutex."""
+        self.shared: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+        """Leases and stores of clients that others can join, by number, while their clients keep them. Guarded by the
+        mutex."""
         self._numbers = 0
         self.kept = KeptPins()
         """Pins that outlive the client that asked for them. Guarded by the mutex."""
@@ -130,6 +137,7 @@ class Node:
         except BaseException:  # whatever went wrong, threads and memory must not stay behind
             self.close(grace=1.0)
             raise
+        self._ticked = runtime.clock()  # opening may have taken long
         self._ticking = self._loop.start(self._tick())
 
     def _open(self) -> None:

@@ -172,6 +172,28 @@ def test_what_is_let_go_of_unfinished_is_given_back() -> None:
         at_rest(cache)
 
 
+def test_what_was_shared_with_other_ranks_is_given_back_when_it_is_let_go_of() -> None:
+    with open_cache(lease_timeout=3600.0) as cache:
+        store(cache, "abcd")
+        client, model = cache.client, cache._model
+        number = client.share(client.begin_store(model, cache.prompt(tokens("efgh")).keys))
+        held = client.hold(model, cache.prompt(tokens("abcd")).keys)
+        assert client.grant(held, 0, 1)
+        lease = client.share(held)
+        del held
+        gc.collect()
+        at_rest(cache)
+        assert client.join_store(number) is None
+        assert client.join_hold(lease) is None
+
+
+def test_a_start_that_took_long_is_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "STILL", 0.05)
+    monkeypatch.setattr(node, "TICK", 0.01)
+    with open_cache(Slow(Shelf(), delay=0.1, verbs=["open"])) as cache:
+        cache.client.node.check_loop()  # type: ignore[attr-defined]
+
+
 def test_a_room_is_not_written_to_after_it_was_reported() -> None:
     with open_cache() as cache:
         client = cache.client
