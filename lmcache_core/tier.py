@@ -323,6 +323,9 @@ class TierRunner:
             results = [result if isinstance(result, WriteResult) else None for result in told]
             if not late.late:
                 self.health.succeeded()
+            for write, result in zip(writes, results, strict=True):
+                if result is WriteResult.STORED:
+                    self._undeleted.pop(write.entry.chunk_key, None)
             self._retry_deletes()
         except (BackendError, ConfigError, TimeoutError) as error:
             if not late.late:
@@ -354,8 +357,12 @@ class TierRunner:
         return None
 
     def _retry_deletes(self) -> None:
-        if self._undeleted and self.up:
-            keys, self._undeleted = list(self._undeleted), {}
+        if not (self._undeleted and self.up):
+            return
+        changing = {*self._busy, *(key for mutation in self._mutations for key in _keys(mutation))}
+        keys = [key for key in self._undeleted if key not in changing]  # what is written anew is not deleted behind it
+        if keys:
+            self._undeleted = {key: None for key in self._undeleted if key in changing}
             self._mutations.append(Delete(self.number, keys))
 
 

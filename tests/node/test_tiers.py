@@ -305,6 +305,21 @@ def test_a_delete_that_failed_is_made_up_for() -> None:
         assert [stored.pages[-1] for stored, _ in shelf.values.values()] == [cache.prompt(tokens("efgh")).keys[-1]]
 
 
+def test_a_delete_that_failed_is_not_made_up_for_when_the_chunk_has_been_stored_again() -> None:
+    shelf = Shelf()
+    faulty = Faulty(shelf, {"delete": lambda _, call: call == 1}, error=BackendError)
+    with open_cache(faulty) as cache:
+        store(cache, "abcd")
+        cache.clear()
+        assert cache.flush(10)
+        assert store(cache, "abcd")
+        assert store(cache, "efgh")
+        assert cache.flush(10)
+        cache.clear(["cpu"])
+        assert retrieve(cache, "abcd") == 4
+        at_rest(cache)
+
+
 def test_a_delete_that_ends_when_its_tier_is_down_is_not_made_up_for() -> None:
     """What could not be read is given up while the tier seems to work. When it turns out that it does not, what is
     there once it is back is there."""
