@@ -9,6 +9,7 @@ Rows `redis.get.8` are ours in GB/s, for values of 8 MiB, with what plain socket
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -34,8 +35,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds; the figures are less certain")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="tiers whose names start like this")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there as JSON")
+    parser.add_argument("--lmcache-python", type=Path, metavar="PYTHON", help="an interpreter that has LMCache")
     given = parser.parse_args()
-    scale = QUICK if given.quick else FULL
+    scale = dataclasses.replace(QUICK if given.quick else FULL, lmcache_python=given.lmcache_python)
     machine = {
         "python": f"Python {platform.python_version()}",
         "system": f"{platform.system()} {platform.release()}",

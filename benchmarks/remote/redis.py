@@ -8,7 +8,11 @@ redis.asyncio is the fastest of the usual clients for large values, with hiredis
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import socket
+import statistics
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +23,7 @@ from typing import Any
 import redis.asyncio
 
 from benchmarks.harness import Row, Scale
-from benchmarks.remote.moving import MIB, Contestant, Values, Work, names_of, take_turns
+from benchmarks.remote.moving import MIB, TOTAL, Contestant, Values, Work, names_of, take_turns
 from lmcache_backends.redis import RedisBackend, RedisOptions
 from lmcache_core.protocols import ReadResult, WriteResult
 from tests.servers import redis as servers
@@ -37,7 +41,27 @@ def redis_rows(scale: Scale) -> Iterator[Row]:
         raise SystemExit(lacking)
     with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as directory, servers.valkey(Path(directory)) as server:
         for size in SIZES:
-            yield from asyncio.run(_measured(server, size, scale.rounds))
+            rows = asyncio.run(_measured(server, size, scale.rounds))
+            yield from rows
+            if scale.lmcache_python is not None:
+                server.run("FLUSHALL")
+                yield from _lmcache(scale.lmcache_python, server, size, max(1, scale.rounds // 3), rows)
+
+
+def _lmcache(python: Path, server: servers.Valkey, size: int, rounds: int, ours: Sequence[Row]) -> Iterator[Row]:
+    """Rows of LMCache's connectors, right after ours, beside the same values."""
+    count = TOTAL // (size * MIB)
+    work = {"port": server.port, "size": size * MIB, "count": count, "rounds": rounds, "connections": CONNECTIONS}
+    words = [str(python), "-m", "benchmarks.peers.lmcache_redis", json.dumps(work)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(words, cwd=Path(__file__).parents[2], env=env, stdout=subprocess.PIPE, check=False)
+    if ran.returncode:
+        raise SystemExit(f"{python} could not measure LMCache")
+    for name, took in json.loads(ran.stdout.splitlines()[-1]).items():
+        for verb in ("put", "get"):
+            (row,) = [row for row in ours if row.name == f"redis.{verb}.{size}"]
+            value = TOTAL / 1e9 / statistics.median(took[verb])
+            yield Row(f"peer.{row.name}.lmcache_{name}", value, "GB/s", row.value, value / row.value)
 
 
 async def _measured(server: servers.Valkey, size: int, rounds: int) -> list[Row]:
