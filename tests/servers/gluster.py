@@ -1,4 +1,4 @@
-"""GlusterFS: a brick and two mounts of it that know of each other by the network only, as those of two hosts would.
+"""GlusterFS: a brick and mounts of it that know of each other by the network only, as those of several hosts would.
 
 Server, client and translators are those of a plain volume, as `gluster volume create` puts them together; glusterd,
 which would write the same files, is left out: it wants a fixed port and the machine's directories for itself.
@@ -47,8 +47,8 @@ class Volume:
 
     one: Mount
     two: Mount
-    brick: Path
-    """Where the server keeps the files."""
+    true: Mount
+    """Believes nothing that it has not just asked the server for; the others may be a second behind."""
 
 
 @contextmanager
@@ -60,20 +60,23 @@ def volume(directory: Path) -> Iterator[Volume]:
     (port,) = free_ports(1)
     (directory / "server.vol").write_text(_server(brick, port))
     (directory / "client.vol").write_text(_client(port))
+    (directory / "true.vol").write_text(_client(port, caching=False))
     with ExitStack() as stack:
         command = ["glusterfsd", "-N", "-f", str(directory / "server.vol"), "-l", str(directory / "server.log")]
         command += ["-p", str(directory / "server.pid")]
         server = Process(command, directory / "server.out", lambda: accepts(port))
         stack.enter_context(running(server))
-        yield Volume(*(stack.enter_context(_mounted(directory, name)) for name in ("one", "two")), brick)
+        one, two = (stack.enter_context(_mounted(directory, name)) for name in ("one", "two"))
+        never = ("--entry-timeout=0", "--attribute-timeout=0", "--negative-timeout=0", "--direct-io-mode=enable")
+        yield Volume(one, two, stack.enter_context(_mounted(directory, "true", "true.vol", *never)))
 
 
 @contextmanager
-def _mounted(directory: Path, name: str) -> Iterator[Mount]:
+def _mounted(directory: Path, name: str, volume: str = "client.vol", *how: str) -> Iterator[Mount]:
     path = directory / name
     path.mkdir()
-    command = ["glusterfs", "-N", "-f", str(directory / "client.vol"), "-l", str(directory / f"{name}.log")]
-    command += ["-p", str(directory / f"{name}.pid"), f"--volume-name={_TOP}", str(path)]
+    command = ["glusterfs", "-N", "-f", str(directory / volume), "-l", str(directory / f"{name}.log")]
+    command += ["-p", str(directory / f"{name}.pid"), f"--volume-name={_TOP}", *how, str(path)]
     try:
         process = Process(command, directory / f"{name}.out", lambda: os.path.ismount(path))
         with running(process):  # ended first: what waits for it then fails, and nothing keeps the mount busy
@@ -101,22 +104,18 @@ def _server(brick: Path, port: int) -> str:
     )
 
 
-def _client(port: int) -> str:
+def _client(port: int, *, caching: bool = True) -> str:
     connection = ["transport-type tcp", "transport.address-family inet", "remote-host 127.0.0.1"]
     connection += [f"remote-port {port}", "remote-subvolume io-threads", "send-gids true"]
-    return _stack(
-        {
-            "protocol/client": connection,
-            "cluster/distribute": [],
-            "features/utime": ["noatime on"],
-            "performance/write-behind": [],
-            "performance/open-behind": [],
-            "performance/quick-read": [],
-            "performance/md-cache": [],
-            "performance/io-threads": [],
-        },
-        top=_TOP,
-    )
+    translators: dict[str, list[str]] = {
+        "protocol/client": connection,
+        "cluster/distribute": [],
+        "features/utime": ["noatime on"],
+    }
+    if caching:
+        names = ("write-behind", "open-behind", "quick-read", "md-cache")
+        translators |= {f"performance/{name}": [] for name in names}
+    return _stack({**translators, "performance/io-threads": []}, top=_TOP)
 
 
 def _stack(translators: dict[str, list[str]], top: str = "") -> str:

@@ -1,0 +1,142 @@
+"""The backend: verbs of the contract as blocking calls on threads, one for each chunk."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from lmcache_backends.nfs.errors import NOT_PERMITTED, failed
+from lmcache_backends.nfs.manifests import read_manifests, write_manifest
+from lmcache_backends.nfs.options import NfsOptions
+from lmcache_backends.nfs.session import Session
+from lmcache_backends.nfs.tally import Tally
+from lmcache_core.errors import ClosedError
+from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
+
+__all__ = ["NfsBackend"]
+
+_REMEMBERED = 1 << 16
+_MOST_TOUCHES = 2048
+"""Chunks touched in one call: each costs a round trip. The most recently used come first."""
+
+
+class NfsBackend:
+    """Chunks as files of a directory that all hosts share, each written as a whole and renamed to its place.
+
+    Not `Abortable`: a call to a server that does not answer cannot be taken back. Its threads are nobody else's.
+    """
+
+    costly_probes = True
+
+    def __init__(self, options: NfsOptions) -> None:
+        self._options = options
+        self._tally = Tally()
+        self._session: Session | None = None
+        self._changing = asyncio.Lock()
+        self._used: OrderedDict[ChunkKey, float] = OrderedDict()
+        """When this host last wrote or touched a chunk."""
+
+    async def open(self) -> None:
+        async with self._changing:
+            await self._end()
+            session = Session(self._options, self._tally)
+            await session.open()
+            self._session = session
+
+    async def close(self) -> None:
+        async with self._changing:
+            await self._end()
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        session = self._opened()
+        found = await session.each(session.chunks.contains, [(part,) for part in self._shared_out(keys)])
+        return [there for part in found for there in part]
+
+    async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
+        session = self._opened()
+        return await session.each(session.chunks.read, zip(keys, into, strict=True))
+
+    async def read_any(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[int | ReadResult]:
+        """Makes this a `ReadsShorter`: a file knows its size."""
+        session = self._opened()
+        return await session.each(session.chunks.read_any, zip(keys, into, strict=True))
+
+    async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
+        session = self._opened()
+        if len({chunk.key for chunk in chunks}) < len(chunks):  # one after the other: the last of a key is to stay
+            return [result for chunk in chunks for result in await self._write(session, [chunk])]
+        return await self._write(session, chunks)
+
+    async def _write(self, session: Session, chunks: Sequence[Chunk]) -> list[WriteResult]:
+        results = await session.each(session.chunks.write, [(chunk,) for chunk in chunks])
+        stored = [chunk for chunk, result in zip(chunks, results, strict=True) if result is WriteResult.STORED]
+        self._note_use([chunk.key for chunk in stored])
+        session.wrote(sum(chunk.data.nbytes for chunk in stored))
+        return results
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        session = self._opened()
+        await session.each(session.chunks.delete, [(part,) for part in self._shared_out(keys)])
+        for key in keys:
+            self._used.pop(key, None)
+
+    async def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """Makes this a `RemembersUse`, so that what a host finds nearer to it stays here too."""
+        session = self._opened()
+        since = time.monotonic() - self._options.touch_interval
+        wanted = [key for key in keys if self._used.get(key, since) <= since][-_MOST_TOUCHES:]
+        if wanted:
+            await session.each(session.chunks.touch, [(wanted,)])
+            self._note_use(wanted)
+
+    async def describe(self, space: bytes, manifest: bytes) -> None:
+        session = self._opened()
+        await session.each(self._describe, [(session, space, manifest)])
+
+    def _describe(self, session: Session, space: bytes, manifest: bytes) -> None:
+        try:
+            write_manifest(session.root, session.maker, space, manifest)
+        except OSError as error:
+            if error.errno not in NOT_PERMITTED:
+                raise failed(error, f"{self._options.directory()}/manifests") from error
+            self._tally.add("not_permitted")  # it is for people, and no reason not to read what is there
+
+    async def manifests(self) -> dict[bytes, bytes]:
+        session = self._opened()
+        (found,) = await session.each(self._manifests, [(session,)])
+        return found
+
+    def _manifests(self, session: Session) -> dict[bytes, bytes]:
+        try:
+            return read_manifests(session.root)
+        except OSError as error:
+            raise failed(error, f"{self._options.directory()}/manifests", reading=True) from error
+
+    def counters(self) -> Mapping[str, int]:
+        """Makes this a `CountsEvents`."""
+        return self._tally.counts()
+
+    def _note_use(self, keys: Sequence[ChunkKey]) -> None:
+        now = time.monotonic()
+        for key in keys:
+            self._used[key] = now
+            self._used.move_to_end(key)
+        while len(self._used) > _REMEMBERED:
+            self._used.popitem(last=False)
+
+    def _shared_out(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkKey]]:
+        """Keys for each of the threads: every one costs a round trip."""
+        each = -(-len(keys) // self._options.threads) or 1
+        return [keys[start : start + each] for start in range(0, len(keys), each)]
+
+    def _opened(self) -> Session:
+        if self._session is None:
+            raise ClosedError("nfs: the backend is not open")
+        return self._session
+
+    async def _end(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()

@@ -1,0 +1,251 @@
+"""Chunks as files: written beside their place and renamed to it, read from one descriptor. Blocks.
+
+A rename swaps the file behind a name and leaves the old one to those who have it open. So a reader gets one value, the
+old or the new one, and of many writers the last one's stays. There is no lock. What another host has done may be seen
+late, which is a miss meanwhile; what it has removed may be seen still, and is a stale handle when it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Sequence
+
+from lmcache_backends.nfs.directory import FILE_MODE, is_removed, make_below
+from lmcache_backends.nfs.errors import FULL, NOT_PERMITTED, failed
+from lmcache_backends.nfs.naming import Maker
+from lmcache_backends.nfs.options import NfsOptions
+from lmcache_backends.nfs.tally import Tally
+from lmcache_core.names import object_name
+from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
+
+__all__ = ["ChunkFiles"]
+
+_log = logging.getLogger(__name__)
+
+ATTEMPTS = 4
+"""Times a file is opened before what goes wrong there counts: once O_DIRECT is refused, once a directory is missing,
+once another host has been at it."""
+PAUSES = (0.1, 0.4, 1.0)
+"""Seconds after which a write tries a directory again that another host has removed: until then this one believes that
+it is there."""
+TOLD_AGAIN = 600.0
+"""Seconds after which it is said again that there is no room."""
+_ALIGN = 4096
+_SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""What somebody else has put in a chunk's place (a link, a FIFO) is neither followed nor waited for."""
+
+
+class ChunkFiles:
+    """The chunks below an open directory. All methods may be called from many threads at once, and raise
+    `BackendError`."""
+
+    def __init__(self, root: int, options: NfsOptions, tally: Tally, maker: Maker) -> None:
+        self._root = root
+        self._path = options.directory()
+        self._fsync = options.fsync
+        self._always = options.direct == "always"
+        self._direct = options.direct != "never"
+        self._tally = tally
+        self._maker = maker
+        self._lock = threading.Lock()
+        self._told = -TOLD_AGAIN
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which of them are there, as far as this host sees it. Renews nothing."""
+        found = [self._is_there(object_name(key)) for key in keys]
+        if not any(found):
+            self._check_root()
+        return found
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            return stat.S_ISREG(os.stat(name, dir_fd=self._root, follow_symlinks=False).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                return False  # the directory was removed under the name; the root says if all is lost
+            raise self._failed(error, name, reading=True) from error
+
+    def _check_root(self) -> None:
+        """Nothing is found for ever in a directory that was removed, though another may be at its path."""
+        try:
+            if not is_removed(self._root):
+                return
+            error: OSError = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        except OSError as raised:
+            error = raised
+        raise failed(error, self._path) from error
+
+    def read(self, key: ChunkKey, into: memoryview) -> ReadResult:
+        """Fill `into` with one value of the key, if one of this size is there."""
+        found = self._read(object_name(key), into, shorter=False)
+        return found if isinstance(found, ReadResult) else ReadResult.HIT
+
+    def read_any(self, key: ChunkKey, into: memoryview) -> int | ReadResult:
+        """Put one value of the key at the start of `into`, and return its size, if that is no larger."""
+        return self._read(object_name(key), into, shorter=True)
+
+    def _read(self, name: str, into: memoryview, *, shorter: bool) -> int | ReadResult:
+        found: int | ReadResult = ReadResult.MISS
+        for attempt in range(ATTEMPTS):
+            try:
+                found = self._read_once(name, into, shorter)
+            except FileNotFoundError:
+                return ReadResult.MISS
+            except OSError as error:
+                if self._again(error, attempt):
+                    continue
+                if error.errno != errno.ESTALE:
+                    raise self._failed(error, name, reading=True) from error
+                self._check_root()
+                return ReadResult.MISS  # this host still has the name for the old file: for a second, not for ever
+            # A name may show the new file and still the old one's size; the second look is at what the server says.
+            if found is not ReadResult.CORRUPT or attempt:
+                break
+        if not isinstance(found, ReadResult):
+            self._tally.add("bytes_read", found)
+        return found
+
+    def _read_once(self, name: str, into: memoryview, shorter: bool) -> int | ReadResult:
+        fd = os.open(name, os.O_RDONLY | _SAFE | self._flag(into), dir_fd=self._root)
+        try:
+            status = os.fstat(fd)
+            size = status.st_size
+            if not stat.S_ISREG(status.st_mode):
+                return ReadResult.MISS
+            if not 0 < size <= into.nbytes or (size < into.nbytes and not shorter):
+                return ReadResult.CORRUPT
+            done = 0
+            while done < size:
+                try:
+                    count = os.preadv(fd, [into[done:]], done)
+                except OSError as error:
+                    if error.errno == errno.EINVAL and done:
+                        return ReadResult.CORRUPT  # past the end of a file that was cut, O_DIRECT has no answer
+                    raise
+                if not count:
+                    return ReadResult.CORRUPT
+                done += count
+            return size if done == size else ReadResult.CORRUPT
+        finally:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def write(self, chunk: Chunk) -> WriteResult:
+        """Put a value in the place of the key's, or of none."""
+        name = object_name(chunk.key)
+        try:
+            self._write(name, chunk.data)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise self._failed(error, name) from error
+            self._tell_full(error)
+            return WriteResult.FULL
+        self._tally.add("bytes_written", chunk.data.nbytes)
+        return WriteResult.STORED
+
+    def _write(self, name: str, data: memoryview) -> None:
+        for attempt in range(ATTEMPTS):
+            try:
+                return self._write_once(name, data)
+            except OSError as error:
+                if not self._again(error, attempt):
+                    raise
+                if error.errno == errno.ENOENT:
+                    make_below(self._root, os.path.dirname(name))
+                elif error.errno == errno.ESTALE:
+                    self._check_root()
+                    time.sleep(PAUSES[attempt])
+        return None
+
+    def _write_once(self, name: str, data: memoryview) -> None:
+        temporary = self._maker.temporary(name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE | self._flag(data)
+        try:
+            fd = os.open(temporary, flags, FILE_MODE, dir_fd=self._root)
+            try:
+                done = 0
+                while done < data.nbytes:
+                    done += os.pwritev(fd, [data[done:]], done)
+                if self._fsync:
+                    os.fsync(fd)
+            except BaseException:
+                with contextlib.suppress(OSError):  # the first failure is the one to tell
+                    os.close(fd)
+                raise
+            os.close(fd)  # only now some file systems say that there is no room
+            os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
+        except OSError:
+            # Also if it could not be opened: that may leave an empty file behind.
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=self._root)
+            raise
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove what is there of them. What this user may not remove stays."""
+        for name in map(object_name, keys):
+            for attempt in range(ATTEMPTS):
+                try:
+                    os.unlink(name, dir_fd=self._root)
+                except (FileNotFoundError, NotADirectoryError):
+                    pass
+                except OSError as error:
+                    if error.errno in NOT_PERMITTED:
+                        self._tally.add("not_permitted")
+                    elif error.errno == errno.ESTALE and self._again(error, attempt):
+                        continue
+                    else:
+                        raise self._failed(error, name) from error
+                break
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """Note that they are used now, the last of them most recently. The time is the server's own where it has one,
+        which is what sweeps compare."""
+        for name in map(object_name, keys):
+            try:
+                os.utime(name, dir_fd=self._root, follow_symlinks=False)
+            except OSError as error:
+                if error.errno in NOT_PERMITTED:
+                    self._tally.add("not_permitted", len(keys))
+                    return
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+                    raise self._failed(error, name) from error
+            else:
+                self._tally.add("touches")
+
+    def _flag(self, data: memoryview) -> int:
+        return os.O_DIRECT if self._direct and data.nbytes % _ALIGN == 0 else 0
+
+    def _again(self, error: OSError, attempt: int) -> bool:
+        """Whether to open once more after `error`."""
+        if attempt == ATTEMPTS - 1:
+            return False
+        if error.errno == errno.EINVAL and not self._always:
+            if self._direct:
+                self._direct = False
+                self._tally.add("buffered_fallback")
+            return True
+        if error.errno not in (errno.ENOENT, errno.ESTALE, errno.EEXIST):
+            return False
+        if error.errno == errno.ESTALE:
+            self._tally.add("stale_retries")
+        return True
+
+    def _tell_full(self, error: OSError) -> None:
+        self._tally.add("full")
+        with self._lock:
+            tell = time.monotonic() - self._told >= TOLD_AGAIN
+            if tell:
+                self._told = time.monotonic()
+        if tell:
+            _log.warning("%s; chunks are not stored there until there is room", failed(error, self._path))
+
+    def _failed(self, error: OSError, name: str, *, reading: bool = False) -> Exception:
+        return failed(error, os.path.join(self._path, name), reading=reading)

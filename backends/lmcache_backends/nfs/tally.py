@@ -1,0 +1,38 @@
+"""Counters of the backend, for operators."""
+
+from __future__ import annotations
+
+import threading
+
+__all__ = ["Tally"]
+
+NAMES = (
+    "buffered_fallback",  # the file system takes no O_DIRECT
+    "bytes_read",
+    "bytes_written",
+    "full",  # writes for which file system or quota had no room
+    "leases_taken_over",  # of sweepers that have died
+    "not_permitted",  # deletes, touches and descriptions that this user may not make
+    "stale_retries",  # files opened again, since the server knew the first handle no more
+    "sweeps",  # parts of the directory that this host has swept
+    "sweeps_failed",
+    "swept_bytes",
+    "swept_chunks",
+    "temporaries_removed",  # what crashes left half written
+    "touches",
+)
+
+
+class Tally:
+    """Counts from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(NAMES, 0)
+
+    def add(self, name: str, number: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += number
+
+    def counts(self) -> dict[str, int]:
+        return dict(self._counts)
