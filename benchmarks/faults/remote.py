@@ -145,7 +145,7 @@ def _one(run: Run, tier: dict[str, Any], bad: Bad) -> None:
         "page_tokens": PAGE_TOKENS,
         "cpu": {"capacity": "32MiB"},
         "tiers": [
-            tier | {"read_timeout": DEADLINE, "write_timeout": 2.0, "breaker": {"cooldown": 0.2, "max_cooldown": 1.0}}
+            tier | {"read_timeout": DEADLINE, "write_timeout": 15.0, "breaker": {"cooldown": 0.2, "max_cooldown": 1.0}}
         ],
     }
     whole = CHUNKS * CHUNK_PAGES
