@@ -29,6 +29,7 @@ __all__ = [
     "KVView",
     "ReadResult",
     "RegisteredKV",
+    "ReadsShorter",
     "RemembersUse",
     "ReportsUsage",
     "Scannable",
@@ -163,6 +164,21 @@ class StorageBackend(Protocol):
 
 
 @runtime_checkable
+@runtime_checkable
+class ReadsShorter(Protocol):
+    """Can read a value without knowing its size. Without this a tier's chunks cannot be compressed."""
+
+    async def read_any(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[int | ReadResult]:
+        """Put the value of `keys[i]` at the start of `into[i]`, which may be larger than it, and return its length;
+        MISS if there is none, CORRUPT if it is larger than the buffer. What lies behind the value may hold anything
+        afterwards; so may all of a buffer whose result isn't a length. A value is never empty.
+
+        Raises:
+            BackendError: The medium failed. No buffer of the call may be used.
+        """
+        ...
+
+
 class Scannable(Protocol):
     """Has a complete list of what it holds, at no cost of a round trip per chunk. The node indexes it at start and
     trusts its own index from then on, so nobody else may write the same keys."""

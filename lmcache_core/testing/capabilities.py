@@ -1,7 +1,9 @@
-"""What only some backends can do: scan, remember use, report usage, describe spaces, count events."""
+"""What only some backends can do: read values of any size, scan, remember use, report usage, describe spaces, count
+events."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 from collections.abc import Sequence
@@ -13,21 +15,88 @@ from lmcache_core.protocols import (
     ChunkKey,
     CountsEvents,
     Describes,
+    ReadResult,
+    ReadsShorter,
     RemembersUse,
     ReportsUsage,
     Scannable,
     StorageBackend,
     Stored,
 )
-from lmcache_core.testing.case import BackendCase, BackendFactory, opened, scan_all, write_all
-from lmcache_core.testing.data import SPACE, flip_bit, make_chunk, make_key
+from lmcache_core.testing.cancels import Call, Lent, after_a_while, after_turns, assert_left_alone, take_back
+from lmcache_core.testing.case import BackendCase, BackendFactory, assert_holds, opened, scan_all, write_all
+from lmcache_core.testing.data import SPACE, GuardedBuffer, flip_bit, make_chunk, make_key
 
-KIB = 2**10
+KIB, MIB = 2**10, 2**20
 SIZES = [4 * KIB, 8 * KIB, 20 * KIB]
 
 
 class CapabilityTests(BackendCase):
     """Each test is skipped for a backend without the capability."""
+
+    async def test_read_any_tells_the_length_of_each_value(self, backend: StorageBackend) -> None:
+        shorter = reads_shorter(backend)
+        assert await shorter.read_any([], []) == []
+        sizes = [4 * KIB, 12 * KIB, 64 * KIB, MIB, 6 * MIB]
+        chunks = [make_chunk(make_key(i), nbytes) for i, nbytes in enumerate(sizes)]
+        await write_all(backend, chunks)
+        keys = [chunks[3].key, make_key(99), *(chunk.key for chunk in chunks), chunks[0].key]
+        for least in (0, 16 * KIB, 7 * MIB):
+            rooms = [max(least, size) for size in (sizes[3], 4 * KIB, *sizes, sizes[0])]
+            values = await read_any_all(shorter, keys, rooms)
+            expected = [chunks[3], None, *chunks, chunks[0]]
+            for key, value, chunk in zip(keys, values, expected, strict=True):
+                wanted = ReadResult.MISS if chunk is None else bytes(chunk.data)
+                assert value == wanted, f"{key.page.hex()[:8]} in a buffer of at least {least} bytes"
+
+    async def test_read_any_of_a_value_that_does_not_fit_is_no_hit(self, backend: StorageBackend) -> None:
+        shorter = reads_shorter(backend)
+        large, small = make_chunk(make_key(1), 64 * KIB), make_chunk(make_key(2), 4 * KIB)
+        await write_all(backend, [large, small])
+        for room in (4 * KIB, 60 * KIB):
+            values = await read_any_all(shorter, [large.key, small.key, large.key], [room, room, 64 * KIB])
+            assert values[0] in (ReadResult.CORRUPT, ReadResult.MISS)
+            assert values[1:] == [bytes(small.data), bytes(large.data)]
+
+    async def test_read_any_sees_whole_values_while_they_are_replaced(self, backend: StorageBackend) -> None:
+        shorter = reads_shorter(backend)
+        versions = [make_chunk(make_key(1), size, version=size) for size in (256 * KIB, 8 * KIB, 128 * KIB)]
+        whole = [bytes(version.data) for version in versions]
+        await write_all(backend, versions[:1])
+
+        async def replace() -> None:
+            for number in range(30):
+                await write_all(backend, [versions[number % 3]])
+
+        replacing = asyncio.ensure_future(replace())
+        try:
+            while not replacing.done():
+                values = await read_any_all(shorter, [make_key(1)] * 3, [256 * KIB] * 3)
+                assert all(value in whole for value in values if isinstance(value, bytes)), "a mixture of values"
+                await asyncio.sleep(0)
+        finally:
+            await replacing
+
+    async def test_a_cancelled_read_any_leaves_buffer_and_backend_alone(self, backend_factory: BackendFactory) -> None:
+        kept: list[Lent] = []
+        async with opened(backend_factory()) as backend:
+            shorter = reads_shorter(backend)
+            for nbytes, cancelled in ((256 * KIB, after_turns), (2 * MIB, after_a_while)):
+                chunks = [make_chunk(make_key(nbytes + i), nbytes) for i in range(4)]
+                buffers: list[Lent] = []
+                await write_all(backend, chunks)
+
+                def read(chunks: list[Chunk] = chunks, buffers: list[Lent] = buffers) -> Call:
+                    buffers[:] = map(Lent, chunks)
+                    return shorter.read_any([chunk.key for chunk in chunks], [buffer.view for buffer in buffers])
+
+                async for takes in cancelled(read, self.deadline):
+                    await take_back(buffers, takes)
+                    async with asyncio.timeout(self.deadline):
+                        await assert_holds(backend, chunks)
+                    assert_left_alone(buffers)
+                    kept += buffers if nbytes < MIB else []
+        assert_left_alone(kept)
 
     async def test_a_scan_is_complete_and_exact(self, backend_factory: BackendFactory) -> None:
         chunks = [
@@ -161,6 +230,34 @@ class CapabilityTests(BackendCase):
         after = dict(backend.counters())
         assert all(re.fullmatch("[a-z_]+", name) for name in after)
         assert all(after[name] >= count >= 0 for name, count in before.items())
+
+
+def reads_shorter(backend: StorageBackend) -> ReadsShorter:
+    """The backend, if it is one."""
+    if not isinstance(backend, ReadsShorter):
+        pytest.skip("the backend is not ReadsShorter")
+    return backend
+
+
+async def read_any_all(
+    backend: ReadsShorter, keys: Sequence[ChunkKey], rooms: Sequence[int]
+) -> list[bytes | ReadResult]:
+    """Read each key into a buffer that has room for so many bytes, between canaries: the value where it hit, else the
+    result."""
+    buffers = [GuardedBuffer(room) for room in rooms]
+    results = await backend.read_any(keys, [buffer.view for buffer in buffers])
+    for buffer in buffers:
+        buffer.assert_intact()
+    assert len(results) == len(keys), f"{len(keys)} keys were read, {len(results)} results came back"
+    values: list[bytes | ReadResult] = []
+    for buffer, result in zip(buffers, results, strict=True):
+        if isinstance(result, ReadResult):
+            assert result is not ReadResult.HIT, "a hit of read_any is a length"
+            values.append(result)
+        else:
+            assert 0 < result <= buffer.view.nbytes, f"a value of {result} bytes in a buffer of {buffer.view.nbytes}"
+            values.append(bytes(buffer.view[:result]))
+    return values
 
 
 def as_stored(chunk: Chunk) -> Stored:

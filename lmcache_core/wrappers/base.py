@@ -9,9 +9,11 @@ from lmcache_core.protocols import (
     Abortable,
     Chunk,
     ChunkKey,
+    CostlyProbes,
     CountsEvents,
     Describes,
     ReadResult,
+    ReadsShorter,
     RemembersUse,
     ReportsUsage,
     Scannable,
@@ -23,10 +25,12 @@ from lmcache_core.protocols import (
 
 __all__ = ["DATA_VERBS", "Wrapper"]
 
-DATA_VERBS = frozenset({"contains", "read", "write", "delete", "scan", "touch", "describe", "manifests"})
+DATA_VERBS = frozenset({"contains", "read", "read_any", "write", "delete", "scan", "touch", "describe", "manifests"})
 """Every verb but `open` and `close`, by the names that `Wrapper.around` is given."""
 
 T = TypeVar("T")
+A = TypeVar("A", bound=int | ReadResult)
+"""What is answered for one key."""
 
 
 class Wrapper:
@@ -63,8 +67,17 @@ class Wrapper:
         return await self.around("contains", 0, lambda: self.inner.contains(keys))
 
     async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
-        nbytes = sum(buffer.nbytes for buffer in into)
-        return await self.around("read", nbytes, lambda: self.inner.read(keys, into))
+        return await self.reading("read", keys, into, lambda: self.inner.read(keys, into))
+
+    async def reading(
+        self,
+        verb: str,
+        keys: Sequence[ChunkKey],
+        into: Sequence[memoryview],
+        call: Callable[[], Awaitable[list[A]]],
+    ) -> list[A]:
+        """Make one call of `inner` that reads; of `read_any` too, where there is one."""
+        return await self.around(verb, sum(buffer.nbytes for buffer in into), call)
 
     async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
         nbytes = sum(chunk.data.nbytes for chunk in chunks)
@@ -79,6 +92,15 @@ class _Forwards:
 
     inner: Any
     around: Any
+    reading: Any
+
+
+class _ForwardsReadAny(_Forwards):
+    async def read_any(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[int | ReadResult]:
+        found: list[int | ReadResult] = await self.reading(
+            "read_any", keys, into, lambda: self.inner.read_any(keys, into)
+        )
+        return found
 
 
 class _ForwardsScan(_Forwards):
@@ -120,16 +142,24 @@ class _ForwardsAbort(_Forwards):
         return bool(self.inner.abortable)
 
 
+class _ForwardsCost(_Forwards):
+    @property
+    def costly_probes(self) -> bool:
+        return bool(self.inner.costly_probes)
+
+
 async def _nothing() -> None: ...
 
 
 _FORWARDING: tuple[tuple[Any, type[_Forwards]], ...] = (
+    (ReadsShorter, _ForwardsReadAny),
     (Scannable, _ForwardsScan),
     (RemembersUse, _ForwardsTouch),
     (ReportsUsage, _ForwardsUsage),
     (CountsEvents, _ForwardsCounters),
     (Describes, _ForwardsDescriptions),
     (Abortable, _ForwardsAbort),
+    (CostlyProbes, _ForwardsCost),
 )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Literal, NamedTuple, get_args
 
 from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, StorageBackend, WriteResult
-from lmcache_core.wrappers.base import Wrapper
+from lmcache_core.wrappers.base import A, Wrapper
 
 __all__ = ["Corrupted", "Corrupting", "Kind"]
 
@@ -55,10 +55,20 @@ class Corrupting(Wrapper):
             self._remember(chunk.key, bytes(chunk.data))
         return await super().write(chunks)
 
-    async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
+    async def reading(
+        self,
+        verb: str,
+        keys: Sequence[ChunkKey],
+        into: Sequence[memoryview],
+        call: Callable[[], Awaitable[list[A]]],
+    ) -> list[A]:
         before = [bytes(buffer) for buffer in into]
-        results = await super().read(keys, into)
-        hits = [i for i, result in enumerate(results) if result is ReadResult.HIT]
+        results = await super().reading(verb, keys, into, call)
+        into = [
+            buffer if isinstance(result, ReadResult) else buffer[:result]
+            for buffer, result in zip(into, results, strict=True)
+        ]
+        hits = [i for i, result in enumerate(results) if result is ReadResult.HIT or isinstance(result, int)]
         values = {i: bytes(into[i]) for i in hits}
         for i in hits:
             if self.active and self._rng.random() < self.probability and into[i] == values[i]:
@@ -97,7 +107,7 @@ class Corrupting(Wrapper):
             buffer[bit // 8] ^= 1 << bit % 8
         elif kind == "truncate":
             end = self._rng.randrange(len(value))
-            buffer[end:] = before[end:]
+            buffer[end:] = before[end : len(value)]
         else:
             others = [v for k, v in self._seen.items() if k != key and len(v) == len(value)]
             if others:

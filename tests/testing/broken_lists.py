@@ -1,12 +1,63 @@
-"""Backends that are wrong about what they hold and how much room they have."""
+"""Backends that are wrong about what they hold, how large it is and how much room they have."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from lmcache_core.protocols import Chunk, ChunkKey, Stored, Usage, WriteResult
+from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, Stored, Usage, WriteResult
 from tests.testing.broken import caught_by
 from tests.testing.reference import Medium, ReferenceBackend
+
+
+@caught_by("test_read_any_tells_the_length_of_each_value")
+class TellsTheRoomForTheLength(ReferenceBackend):
+    def read_any_one(self, key: ChunkKey, buffer: memoryview) -> int | ReadResult:
+        found = super().read_any_one(key, buffer)
+        return found if isinstance(found, ReadResult) else buffer.nbytes
+
+
+@caught_by("test_read_any_tells_the_length_of_each_value")
+class SaysHitForALength(ReferenceBackend):
+    async def read_any(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[int | ReadResult]:
+        found = await super().read_any(keys, into)
+        return [each if isinstance(each, ReadResult) else ReadResult.HIT for each in found]
+
+
+@caught_by("test_read_any_of_a_value_that_does_not_fit_is_no_hit")
+class CutsOffWhatDoesNotFit(ReferenceBackend):
+    def read_any_one(self, key: ChunkKey, buffer: memoryview) -> int | ReadResult:
+        chunk = self.chunks().get(key)
+        if chunk is None:
+            return ReadResult.MISS
+        nbytes = min(chunk.data.nbytes, buffer.nbytes)
+        buffer[:nbytes] = chunk.data[:nbytes]
+        return nbytes
+
+
+@caught_by("test_read_any_sees_whole_values_while_they_are_replaced")
+class AsksForTheLengthFirst(ReferenceBackend):
+    async def read_any(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[int | ReadResult]:
+        lengths = await super().read_any(keys, into)
+        await asyncio.sleep(0)
+        found = await super().read_any(keys, into)
+        return [length if isinstance(each, int) else each for length, each in zip(lengths, found, strict=True)]
+
+    async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
+        await asyncio.sleep(0)
+        return await super().write(chunks)
+
+
+@caught_by("test_a_cancelled_read_any_leaves_buffer_and_backend_alone")
+class GoesOnReadingAnything(ReferenceBackend):
+    async def read_any(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[int | ReadResult]:
+        reading = asyncio.ensure_future(self.later(keys, into))
+        return await asyncio.shield(reading)
+
+    async def later(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[int | ReadResult]:
+        for _ in range(4):
+            await asyncio.sleep(0)
+        return await super().read_any(keys, into)
 
 
 @caught_by("test_a_scan_is_complete_and_exact")

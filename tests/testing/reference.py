@@ -34,6 +34,7 @@ class Medium:
 
 class ReferenceBackend:
     abortable = True
+    costly_probes = False
 
     def __init__(self, medium: Medium) -> None:
         self.medium = medium
@@ -65,6 +66,18 @@ class ReferenceBackend:
             return ReadResult.CORRUPT
         buffer[:] = chunk.data
         return ReadResult.HIT
+
+    async def read_any(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[int | ReadResult]:
+        return [self.read_any_one(key, buffer) for key, buffer in zip(keys, into, strict=True)]
+
+    def read_any_one(self, key: ChunkKey, buffer: memoryview) -> int | ReadResult:
+        chunk = self.chunks().get(key)
+        if chunk is None:
+            return ReadResult.MISS
+        if chunk.data.nbytes > buffer.nbytes:
+            return ReadResult.CORRUPT
+        buffer[: chunk.data.nbytes] = chunk.data
+        return chunk.data.nbytes
 
     async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
         return [self.write_one(chunk) for chunk in chunks]

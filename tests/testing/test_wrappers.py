@@ -33,12 +33,14 @@ from tests.testing.reference import Medium, ReferenceBackend
 HIT, MISS, STORED = ReadResult.HIT, ReadResult.MISS, WriteResult.STORED
 
 CAPABILITIES: dict[Any, Any] = {
+    protocols.ReadsShorter: "read_any",
     protocols.Scannable: "scan",
     protocols.RemembersUse: "touch",
     protocols.ReportsUsage: "usage",
     protocols.CountsEvents: "counters",
     protocols.Describes: "describe manifests",
     protocols.Abortable: "abortable",
+    protocols.CostlyProbes: "costly_probes",
 }
 
 
@@ -170,6 +172,7 @@ class TestFaulty:
         calls: dict[str, Callable[[], Any]] = {
             "contains": lambda: faulty.contains([]),
             "read": lambda: faulty.read([], []),
+            "read_any": lambda: faulty.read_any([], []),
             "write": lambda: faulty.write([]),
             "delete": lambda: faulty.delete([]),
             "scan": lambda: anext(faulty.scan()),

@@ -59,9 +59,15 @@ class RedisBackend:
         return [reply == 1 for reply in replies]
 
     async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
+        return await self._opened().run(self._gets(keys, into), [_into(view) for view in into], data=True)
+
+    async def read_any(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[int | ReadResult]:
+        """Makes this a `ReadsShorter`."""
+        return await self._opened().run(self._gets(keys, into), [_within(view) for view in into], data=True)
+
+    def _gets(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[Command]:
         names = [self._name(key) for key in keys]
-        commands = [Command(name, [command(b"GET", name)], view.nbytes) for name, view in zip(names, into, strict=True)]
-        return await self._opened().run(commands, [_into(view) for view in into], data=True)
+        return [Command(name, [command(b"GET", name)], view.nbytes) for name, view in zip(names, into, strict=True)]
 
     async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
         self._opened()
@@ -135,3 +141,7 @@ def _written(connection: RespSocket) -> WriteResult | ErrorReply:
     if isinstance(reply, ErrorReply):
         return WriteResult.FULL if reply.code == "OOM" else reply
     return WriteResult.STORED
+def _within(view: memoryview) -> Parse[int | ReadResult]:
+    return lambda connection: connection.value_within(view)
+
+

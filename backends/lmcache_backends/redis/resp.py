@@ -174,6 +174,18 @@ class RespSocket:
         Raises:
             ConnectionLost: It ended, or the reply is not one.
         """
+        found = self._value(into, into.nbytes)
+        return ReadResult.HIT if isinstance(found, int) else found
+
+    def value_within(self, into: memoryview) -> int | ReadResult | ErrorReply:
+        """The same for a value of any size that fits. Returns its length.
+
+        Raises:
+            ConnectionLost: It ended, or the reply is not one.
+        """
+        return self._value(into, 1)
+
+    def _value(self, into: memoryview, least: int) -> int | ReadResult | ErrorReply:
         line = self._line(_AHEAD)
         if line[:1] == b"-":
             return ErrorReply(line[1:].decode("utf-8", "replace"))
@@ -182,13 +194,13 @@ class RespSocket:
         size = self._number(line[1:])
         if size < 0:
             return ReadResult.MISS
-        if size != into.nbytes:
+        if not least <= size <= into.nbytes:
             self._skip(size)
             self._end_of_value()
             return ReadResult.CORRUPT
-        self._fill(into)
+        self._fill(into[:size])
         self._end_of_value()
-        return ReadResult.HIT
+        return size
 
     def _number(self, text: bytes) -> int:
         if not text.removeprefix(b"-").isdigit() or len(text) > 20:

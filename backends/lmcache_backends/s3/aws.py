@@ -125,7 +125,7 @@ class AwsClient:
     async def close(self) -> None:
         await self._context.__aexit__(None, None, None)
 
-    async def get(self, name: str, into: memoryview, first: int, total: int) -> Part:
+    async def get(self, name: str, into: memoryview, first: int, total: int, *, exact: bool = True) -> Part:
         self._tally.add("requests_get")
         part = {"Range": f"bytes={first}-{first + into.nbytes - 1}"} if into.nbytes < total else {}
         with _faults():
@@ -138,13 +138,15 @@ class AwsClient:
                     _absent(error)
                     return Part(ReadResult.MISS)
                 async with answer["Body"] as body:
-                    of_all = str(answer.get("ContentRange", "")).rpartition("/")[2] if part else str(total)
-                    if answer["ContentLength"] != into.nbytes or of_all != str(total):
+                    size = _size(answer, ranged=bool(part))
+                    into = into[: max(0, size - first)]
+                    fits = size == total if exact else first < size <= total
+                    if not fits or answer["ContentLength"] != into.nbytes:
                         body.close()
                         return Part(ReadResult.CORRUPT)
                     await _land(body, into)
         self._tally.add("bytes_received", into.nbytes)
-        return Part(ReadResult.HIT, answer.get("ETag", ""))
+        return Part(ReadResult.HIT, answer.get("ETag", ""), size)
 
     async def probe(self, name: str) -> None:
         self._tally.add("requests_get")
@@ -231,6 +233,14 @@ class AwsClient:
             async with asyncio.timeout(self._timeout):
                 answer = await self._client.list_objects_v2(Bucket=self._bucket, Prefix=prefix)
         return [entry["Key"] for entry in answer.get("Contents", ())]
+
+
+def _size(answer: Any, *, ranged: bool) -> int:
+    """Bytes of the object that an answer brings a part of; -1 if it doesn't tell."""
+    if not ranged:
+        return int(answer["ContentLength"])
+    of_all = str(answer.get("ContentRange", "")).rpartition("/")[2]
+    return int(of_all) if of_all.isdecimal() else -1
 
 
 async def _land(body: Any, into: memoryview) -> None:

@@ -19,6 +19,8 @@ class Part(NamedTuple):
     result: ReadResult
     etag: str = ""
     """Another for each value that an object had."""
+    size: int = 0
+    """Bytes of the whole object."""
 
 
 class Head(NamedTuple):
@@ -36,9 +38,10 @@ class Client(Protocol):
         """Let go of all connections."""
         ...
 
-    async def get(self, name: str, into: memoryview, first: int, total: int) -> Part:
+    async def get(self, name: str, into: memoryview, first: int, total: int, *, exact: bool = True) -> Part:
         """Fill `into` with the bytes of an object from `first` on. CORRUPT if the object hasn't `total` bytes, which is
-        known before one of them lands."""
+        known before one of them lands. Unless it is to be `exact` the object may be smaller, and ends within `into` or
+        in front of it, which is CORRUPT too."""
         ...
 
     async def probe(self, name: str) -> None:

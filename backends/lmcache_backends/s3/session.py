@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import xxhash
 
-from lmcache_backends.s3.client import DIGEST, Client
+from lmcache_backends.s3.client import DIGEST, Client, Part
 from lmcache_backends.s3.diagnosis import region_of, unreachable
 from lmcache_backends.s3.endings import end_before_exit
 from lmcache_backends.s3.errors import Fault, lacks, told
@@ -151,25 +151,47 @@ class Session:
         return results
 
     async def _read(self, name: str, into: memoryview) -> ReadResult:
+        parts = await self._parts(name, into, exact=True)
+        if any(part.result is ReadResult.CORRUPT for part in parts.values()):
+            self._tally.add("values_of_another_size")
+            return ReadResult.CORRUPT
+        return ReadResult.HIT if _whole(parts.values()) else ReadResult.MISS
+
+    async def read_any(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[int | ReadResult]:
+        results: list[int | ReadResult] = [ReadResult.MISS] * len(keys)
+
+        async def one(place: int, key: ChunkKey, buffer: memoryview) -> None:
+            results[place] = await self._read_any(self._names.chunk(key), buffer)
+
+        await self._all(one(place, *each) for place, each in enumerate(zip(keys, into, strict=True)))
+        return results
+
+    async def _read_any(self, name: str, into: memoryview) -> int | ReadResult:
+        # All parts are asked for at once: one round trip more to learn the size costs more than those behind its end.
+        parts = await self._parts(name, into, exact=False)
+        head = parts[0]
+        if head.result is ReadResult.CORRUPT:
+            self._tally.add("values_of_another_size")
+        if head.result is not ReadResult.HIT:
+            return head.result
+        there = [part for first, part in parts.items() if first < head.size]
+        return head.size if _whole(there) else ReadResult.MISS
+
+    async def _parts(self, name: str, into: memoryview, *, exact: bool) -> dict[int, Part]:
+        """What came of asking for each part of an object, by where it begins."""
         size, total = self._options.part, into.nbytes
         starts = range(0, total, size) if total > size else range(1)
-        parts: dict[int, tuple[ReadResult, str]] = {}
+        parts: dict[int, Part] = {}
 
         async def one(first: int) -> None:
             piece = into[first : first + size] if len(starts) > 1 else into
-            parts[first] = await self._request(lambda client: client.get(name, piece, first, total))
+            parts[first] = await self._request(lambda client: client.get(name, piece, first, total, exact=exact))
 
         if len(starts) == 1:
             await one(0)
         else:
             await self._all(one(first) for first in starts)
-        results = {result for result, _ in parts.values()}
-        if ReadResult.CORRUPT in results:
-            self._tally.add("values_of_another_size")
-            return ReadResult.CORRUPT
-        # Parts of two values that were written one after the other are none.
-        whole = results == {ReadResult.HIT} and len({etag for _, etag in parts.values()}) == 1
-        return ReadResult.HIT if whole else ReadResult.MISS
+        return parts
 
     async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
         results = [WriteResult.FULL] * len(chunks)
@@ -298,6 +320,12 @@ class Session:
                 failed = error
         if failed is not None:
             raise failed
+
+
+def _whole(parts: Iterable[Part]) -> bool:
+    """Whether parts are of one value: those of two that were written one after the other are none."""
+    parts = list(parts)
+    return all(part.result is ReadResult.HIT for part in parts) and len({part.etag for part in parts}) == 1
 
 
 async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
