@@ -32,6 +32,22 @@ COUNTERS = {
     "written_chunks": Counter("Chunks written to a tier.", "tier"),
     "written_bytes": Counter("Bytes of chunks written to a tier, frames included.", "tier"),
     "write_seconds": Counter("Seconds that writes to a tier took, without waiting in queues.", "tier"),
+    "coding_plain_bytes": Counter("Bytes of chunks that were coded for a tier, before.", "tier"),
+    "coding_stored_bytes": Counter("Bytes of these chunks as they are stored.", "tier"),
+    "encode_seconds": Counter("Seconds that compressing and encrypting took, on threads.", "tier"),
+    "decode_seconds": Counter(
+        "Seconds that decrypting and decompressing took, on threads, for tiers with a codec or a cipher.", "tier"
+    ),
+    "incompressible_chunks": Counter(
+        "Chunks that were stored without the tier's codec, since it saves less than a tenth of them.", "tier"
+    ),
+    "unknown_key_chunks": Counter(
+        "Chunks that are encrypted with a key that is not the tier's; each was a miss.", "tier"
+    ),
+    "unencrypted_chunks": Counter(
+        "Chunks that are not encrypted on a tier where all must be; each was a miss.", "tier"
+    ),
+    "unknown_codec_chunks": Counter("Chunks of a codec that is not installed; each was a miss.", "tier"),
     "evicted_chunks": Counter("Chunks that made room for others, by the tier they left.", "tier"),
     "superseded_chunks": Counter("Tails that a longer chunk replaced, by the tier they left.", "tier"),
     "dropped_chunks": Counter("Chunks or writes to a tier that were given up.", "reason"),

@@ -27,6 +27,9 @@ class TierEvents(Protocol):
     def late_write(self, write: Write) -> None:
         """The deadline of a write has passed; it goes on."""
 
+    def counted(self, number: int, counts: Mapping[str, float]) -> None:
+        """Something of a tier is to be counted, by names of `COUNTERS` whose label is a tier."""
+
     def opened(self, number: int) -> None:
         """A tier can be used from now on."""
 

@@ -1,18 +1,22 @@
-"""Sealing slots before they are written to tiers, checking them after they were read: once each, off the event loop."""
+"""What is done to whole frames, off the event loop: sealing slots once before they are written to tiers, and coding."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 from lmcache_core import frame
-from lmcache_core.errors import FrameError
 from lmcache_core.hostpool import Slot
 from lmcache_core.index import Entry
 from lmcache_core.iothreads import IoThreads, Workers
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class Framer:
-    """Runs `frame.seal` and `frame.verify` on threads, or on `workers`. To be used on one event loop."""
+    """Runs `frame.seal` and what else works on frames on threads, or on `workers`. To be used on one event loop."""
 
     def __init__(self, threads: int = 2, workers: Workers | None = None) -> None:
         self._threads = IoThreads("lmcache-frame", threads) if workers is None else workers
@@ -32,15 +36,9 @@ class Framer:
         await asyncio.shield(under_way)
         slot.sealed = True
 
-    async def verify(self, slot: Slot, entry: Entry) -> FrameError | None:
-        """Check every byte of a slot that was read. Returns what is wrong with it."""
-        try:
-            await self._threads.finish(
-                frame.verify, slot.frame, slot.form, entry.space.digest, entry.parent, entry.pages
-            )
-        except FrameError as error:
-            return error
-        return None
+    async def run(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return or raise what `fn`, which works on frames, does. A cancelled coroutine ends only when `fn` has."""
+        return await self._threads.finish(fn, *args, **kwargs)
 
     def close(self) -> None:
         """Stop the threads."""

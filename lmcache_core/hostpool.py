@@ -40,7 +40,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class Slot:
     """Room for one frame in the pool, counted. Not thread-safe: its owner's mutex guards the count."""
 
-    __slots__ = ("_pool", "_refs", "form", "frame", "offset", "sealed")
+    __slots__ = ("_pool", "_refs", "form", "frame", "offset", "sealed", "tenant")
 
     def __init__(self, pool: HostPool, offset: int, nbytes: int, form: FrameShape) -> None:
         self._pool = pool
@@ -50,6 +50,8 @@ class Slot:
         self.frame = pool.memory[offset : offset + nbytes]
         self.sealed = False
         """Whether the header in front of the payload is valid, so that the frame can be written to tiers."""
+        self.tenant = ""
+        """The tenant whose key it was encrypted with where it was read from."""
 
     @property
     def references(self) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from lmcache_core.coding.recipe import recipe_of
 from lmcache_core.config import Config, TierConfig
 from lmcache_core.counts import Counts
 from lmcache_core.errors import BackendError, ConfigError, LayoutError
@@ -79,6 +80,10 @@ class Node:
         self.counts = Counts()
         rules = [_rules(config, tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
         shares = _shares(config, rules)
+        recipes = [
+            recipe_of(f"tiers[{number}]", tier, backend)
+            for number, (tier, backend) in enumerate(zip(config.tiers, backends, strict=True))
+        ]
         self.pool = HostPool(config.cpu.capacity, hugepages=config.cpu.hugepages, prefault=runtime.prefault)
         index = Index(
             self.pool,
@@ -103,6 +108,7 @@ class Node:
                 number,
                 tier,
                 backend,
+                recipes[number],
                 self._framer,
                 self._reports,
                 RateLog(log, config.log_interval, writer=self._log_writer, clock=runtime.clock),

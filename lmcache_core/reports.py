@@ -87,6 +87,12 @@ class Reports:
             waiters = _pop(write)
         _tell(waiters, False)
 
+    def counted(self, number: int, counts: Mapping[str, float]) -> None:
+        """See `TierEvents`."""
+        with self._guard.mutex:
+            for name, amount in counts.items():
+                self._counts.add(name, self._name(number), amount)
+
     def opened(self, number: int) -> None:
         """See `TierEvents`."""
         with self._report() as index:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from lmcache_core import frame
+from lmcache_core.coding.coder import TierCoder
+from lmcache_core.coding.recipe import Recipe
 from lmcache_core.config import TierConfig
 from lmcache_core.errors import BackendError, ConfigError
 from lmcache_core.events import TierEvents
@@ -45,6 +48,7 @@ class TierRunner:
         number: int,
         config: TierConfig,
         backend: StorageBackend,
+        recipe: Recipe,
         framer: Framer,
         events: TierEvents,
         faults: RateLog,
@@ -55,7 +59,7 @@ class TierRunner:
         self._remote = not isinstance(backend, Scannable)
         """Something on the way may damage all that it gives; a drive's damage is that of one chunk."""
         self.health = TierHealth(number, config, backend, events, faults, self._busy_at_all, self._stop_queues)
-        self._framer = framer
+        self.coder = TierCoder(config.name, recipe, backend, framer, partial(events.counted, number), faults)
         self._events = events
         self._log = faults
         self._reads: deque[Load] = deque()
@@ -197,7 +201,7 @@ class TierRunner:
             load.slot.frame[: frame.ALIGN] = _NO_HEADER  # what an earlier chunk left must not pass for this one
         try:
             results = await self.health.calls.call(
-                self.backend.read([entry.chunk_key for entry in entries], [load.slot.frame for load in loads]),
+                self.coder.read([entry.chunk_key for entry in entries], [load.slot.frame for load in loads]),
                 self.config.read_timeout,
             )
         except (BackendError, ConfigError, TimeoutError) as error:
@@ -206,15 +210,7 @@ class TierRunner:
         if not isinstance(results, (list, tuple)) or len(results) != len(loads):
             self.health.failed(BackendError(f"{results!r:.80} for {len(loads)} keys"), "failed to read")
             return [None] * len(loads)
-        results = [result if isinstance(result, ReadResult) else None for result in results]
-        checked: list[ReadResult | None] = []
-        for load, result in zip(loads, results, strict=True):
-            if result is ReadResult.HIT:
-                damage = await self._framer.verify(load.slot, load.entry)
-                if damage is not None:
-                    self._log.warning("corrupt", "tier %s: chunk is a miss: %s", self.config.name, damage)
-                    result = ReadResult.CORRUPT
-            checked.append(result)
+        checked = [await self.coder.check(load, result) for load, result in zip(loads, results, strict=True)]
         if self._remote and all(result is ReadResult.CORRUPT for result in checked):
             self.health.failed(BackendError("what it gave is not what was stored"), "gives wrong bytes")
         elif not any(load.late for load in loads):
@@ -308,16 +304,17 @@ class TierRunner:
         try:
             if late.late:
                 return  # nobody waits for it any more, and what it waited for may hang again
-            for write in writes:
-                await self._framer.seal(write.slot, write.entry)
-            evict = [key for write in writes for key in write.evict]
-            if evict:
-                await self.health.calls.call(self.backend.delete(evict), self.config.write_timeout)
-            chunks = [
-                Chunk(write.entry.chunk_key, write.slot.frame.toreadonly(), write.entry.pages, write.entry.parent)
-                for write in writes
-            ]
-            told = await self.health.calls.call(self.backend.write(chunks), self.config.write_timeout)
+            async with self.coder.values(writes) as values:
+                if late.late:
+                    return  # it waited for memory that others have not given back
+                evict = [key for write in writes for key in write.evict]
+                if evict:
+                    await self.health.calls.call(self.backend.delete(evict), self.config.write_timeout)
+                chunks = [
+                    Chunk(write.entry.chunk_key, value, write.entry.pages, write.entry.parent)
+                    for write, value in zip(writes, values, strict=True)
+                ]
+                told = await self.health.calls.call(self.backend.write(chunks), self.config.write_timeout)
             if not isinstance(told, (list, tuple)) or len(told) != len(writes):
                 raise BackendError(f"{told!r:.80} for {len(writes)} chunks")
             results = [result if isinstance(result, WriteResult) else None for result in told]

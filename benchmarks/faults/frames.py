@@ -26,7 +26,7 @@ __all__ = ["FAULTS"]
 Damage = Callable[[random.Random, list[InspectedEntry], "Files"], list[InspectedEntry]]
 """Alters files; told all entries, answers which of them are damaged now."""
 
-KEYS_AT, SUM_AT = 128, 40
+KEYS_AT, SUM_AT = 192, 40
 
 
 def form_of(entry: InspectedEntry) -> FrameShape:
@@ -112,10 +112,10 @@ def swap(rng: random.Random, entries: list[InspectedEntry], files: Files) -> lis
 
 
 def version(rng: random.Random, entries: list[InspectedEntry], files: Files) -> list[InspectedEntry]:
-    """A header with a right checksum of another format version, or with a codec."""
+    """A header with a right checksum of another format version, or with a codec that nobody knows."""
     entry = rng.choice(entries)
     header = files.read(entry)[: form_of(entry).header_bytes]
-    at, value = rng.choice([(8, 0), (8, 2), (8, 0xFFFF), (10, 1), (10, 0xFFFF)])
+    at, value = rng.choice([(8, 0), (8, 1), (8, 3), (8, 0xFFFF), (10, 9), (10, 0xFFFF)])
     struct.pack_into("<H", header, at, value)
     files.write(entry, 0, summed(header))
     return [entry]

@@ -178,6 +178,7 @@ def page(path: str, seen: Seen, before: Seen | None) -> Page:
         held, most = format_size(stats.kept.nbytes), format_size(stats.kept.most)
         lines.insert(4, f"kept     {stats.kept.chunks:,} chunks by `lmcache-core pin`, {held} of at most {most}")
     lines[2:2] = [f"down     {tier.name}: {tier.why or 'no reason is known'}" for tier in stats.tiers if not tier.up]
+    lines += [f"coded    {tier.name}: {ratio}" for tier in stats.tiers if (ratio := _coded(stats, tier.name))]
     if before is not None:
         lines.append(f"just now {_told(hits(seen, before))}, in {seen.at - before.at:.1f} s")
     tables = [_tiers(stats)]
@@ -192,6 +193,13 @@ def page(path: str, seen: Seen, before: Seen | None) -> Page:
 
 def _sizes(used: int, capacity: int) -> str:
     return f"{format_size(used)} of {format_size(capacity)} used"
+
+
+def _coded(stats: Stats, tier: str) -> str:
+    """What compression has saved on a tier since the start."""
+    plain = stats.counts.get("coding_plain_bytes", {}).get(tier, 0)
+    stored = stats.counts.get("coding_stored_bytes", {}).get(tier, 0)
+    return f"{format_size(int(plain))} stored in {format_size(int(stored))} ({stored / plain:.0%})" if plain else ""
 
 
 def _usable(stats: Stats) -> str:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from lmcache_core import frame
 from lmcache_core.cli.disk_cache import Entry, look
 from lmcache_core.errors import FrameError
+from lmcache_core.protocols import Stored
 
 __all__ = ["Damage", "verify_entries"]
 
@@ -80,7 +81,7 @@ class _Reader:
         try:
             if not _fill(fd, entry.offset, view):
                 return "its file is too short"
-            return _problem(entry, view)
+            return damage(entry.stored, view)
         finally:
             view.release()
 
@@ -113,13 +114,13 @@ def _fill(fd: int, offset: int, view: memoryview) -> bool:
     return True
 
 
-def _problem(entry: Entry, view: memoryview) -> str | None:
-    stored = entry.stored
+def damage(stored: Stored, view: memoryview) -> str | None:
+    """What is wrong with the bytes of a chunk, as they are stored, if anything."""
     try:
         header = frame.read_header(view)
-        if header.form.nbytes != len(view) or header.form.pages != len(stored.pages):
+        if header.nbytes != len(view) or header.form.pages != len(stored.pages):
             return "the frame is of another size than the log says"
-        frame.verify(view, header.form, stored.key.space, stored.parent, stored.pages)
+        frame.verify_stored(view, header.form, stored.key.space, stored.parent, stored.pages)
     except FrameError as error:
         return str(error)
     return None

@@ -9,7 +9,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from lmcache_core.config.structs import BreakerConfig, Config, CpuConfig, MetricsConfig, ShareConfig, TierConfig
+from lmcache_core.config.structs import (
+    BreakerConfig,
+    CipherConfig,
+    Config,
+    CpuConfig,
+    MetricsConfig,
+    ShareConfig,
+    TierConfig,
+)
 
 if TYPE_CHECKING:
     from lmcache_core.config.conversion import InvalidSetting, convert
@@ -23,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BreakerConfig",
+    "CipherConfig",
     "Config",
     "CpuConfig",
     "Field",

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import msgspec
 
 from lmcache_core.config.conversion import InvalidSetting, Key, convert_at, dotted, shown
-from lmcache_core.config.fields import fields_of, is_struct, unwrap
-from lmcache_core.config.structs import Config, ShareConfig, TierConfig
+from lmcache_core.config.fields import fields_of, is_struct, union_members, unwrap
+from lmcache_core.config.keys import KEY_BYTES, key_of
+from lmcache_core.config.structs import CipherConfig, Config, ShareConfig, TierConfig
 from lmcache_core.units import format_duration, format_size
 
 _SMALLEST = 2**20
@@ -45,8 +46,10 @@ def _check_types(key: Key, struct: object, wanted: type[msgspec.Struct]) -> None
     for field in fields_of(wanted):
         place, value = (*key, field.key), getattr(struct, field.attribute)
         inner, _ = unwrap(field.annotation)
-        if is_struct(inner):
-            _check_types(place, value, inner)
+        section = next(filter(is_struct, (inner, *union_members(inner))), None)
+        if section is not None:
+            if value is not None or inner is section:
+                _check_types(place, value, section)
         elif wanted is Config and field.attribute in _LISTS:
             entry = _LISTS[field.attribute]
             if not isinstance(value, tuple | list):
@@ -165,6 +168,8 @@ def _tier(key: Key, tier: TierConfig) -> Iterator[tuple[Key, str]]:
     for name, seconds in (("read_timeout", tier.read_timeout), ("write_timeout", tier.write_timeout)):
         if seconds <= 0:
             yield (*key, name), "must be longer than 0; write for example 2s"
+    if tier.cipher is not None:
+        yield from _cipher((*key, "cipher"), tier.cipher)
     breaker = tier.breaker
     if breaker.cooldown <= 0:
         yield (*key, "breaker", "cooldown"), "must be longer than 0; write for example 1s"
@@ -174,6 +179,24 @@ def _tier(key: Key, tier: TierConfig) -> Iterator[tuple[Key, str]]:
             f"{format_duration(breaker.max_cooldown)} is shorter than cooldown "
             f"({format_duration(breaker.cooldown)}); write at least {format_duration(breaker.cooldown)}",
         )
+
+
+def _cipher(key: Key, cipher: CipherConfig) -> Iterator[tuple[Key, str]]:
+    for name in cipher.tenants:
+        yield from _tenant((*key, "tenants", name), name)
+    keys: list[tuple[Key, str]] = [((*key, "key"), cipher.key)]
+    keys += [((*key, "older", number), text) for number, text in enumerate(cipher.older)]
+    keys += [((*key, "tenants", name), text) for name, text in cipher.tenants.items()]
+    for place, text in keys:
+        try:
+            key_of(text)
+        except ValueError as problem:
+            yield (
+                place,
+                f"what is given {problem} (it is secret, so it is not shown); write {KEY_BYTES} random bytes in "
+                f"base64, which 'openssl rand -base64 {KEY_BYTES}' makes, best in a file: "
+                "${file:/run/secrets/kv-key}",
+            )
 
 
 def _capacity(key: Key, nbytes: int, example: str) -> Iterator[tuple[Key, str]]:

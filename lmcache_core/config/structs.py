@@ -53,6 +53,21 @@ class BreakerConfig(_Section, frozen=True, forbid_unknown_fields=True):
     """Longest time between two probes."""
 
 
+class CipherConfig(_Section, frozen=True, forbid_unknown_fields=True):
+    """Keys that a tier's chunks are encrypted with."""
+
+    key: Secret
+    """Key of all chunks but those of tenants that have their own: 32 random bytes in base64."""
+    older: tuple[Secret, ...] = ()
+    """Keys that were `key` before, or a tenant's: nothing is encrypted with them any more, and what was is still
+    read."""
+    tenants: dict[str, Secret] = {}
+    """Keys of tenants, by name: what they store is encrypted with theirs."""
+
+    def _safe(self, name: str) -> str:
+        return "'***'"
+
+
 class TierConfig(_Section, frozen=True, forbid_unknown_fields=True):
     """One storage tier below the host pool. The backend's own options stand beside these keys."""
 
@@ -86,6 +101,11 @@ class TierConfig(_Section, frozen=True, forbid_unknown_fields=True):
     """When the tier is left alone after failures."""
     quarantine: ByteSize = 2**30
     """Bytes in buffers whose I/O is past its deadline before the tier counts as down."""
+    codec: Literal["none", "lz4", "zstd"] = "none"
+    """How chunks are compressed here: not at all (`none`), a little at little cost (`lz4`), or more (`zstd`). What
+    would not shrink by a tenth is stored as it is. The backend must be able to read values of any size."""
+    cipher: CipherConfig | None = None
+    """Keys that chunks are encrypted with here; without it they are not."""
     options: Any = None
     """The backend's own options, an instance of the struct its plugin declares. Not a key of the file."""
 

@@ -10,6 +10,7 @@ import pytest
 
 from lmcache_core.config import (
     BreakerConfig,
+    CipherConfig,
     Config,
     CpuConfig,
     Field,
@@ -28,6 +29,7 @@ SECTIONS = {
     "`cpu`": CpuConfig,
     "`tiers`": TierConfig,
     "`breaker`": BreakerConfig,
+    "`cipher`": CipherConfig,
     "`shares`": ShareConfig,
     "`metrics`": MetricsConfig,
 }
@@ -95,9 +97,11 @@ def test_every_setting_has_a_description(heading: str) -> None:
 def test_the_examples_can_be_loaded(work_directory: Path) -> None:
     secret = work_directory / "salt"
     secret.write_text("s")
+    key = work_directory / "kv-key"
+    key.write_text("MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE=\n")
     examples = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     assert len(examples) >= 3
     for example in examples:
-        text = example.replace("/run/secrets/salt", str(secret))
+        text = example.replace("/run/secrets/salt", str(secret)).replace("/run/secrets/kv-key", str(key))
         loaded = load_config(text, env={"TENANT_SALT": "s"})
         assert isinstance(loaded.config, Config)

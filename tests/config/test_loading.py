@@ -347,6 +347,8 @@ def test_what_is_shown() -> None:
         ("tiers[0].breaker.cooldown", "1s", "default"),
         ("tiers[0].breaker.max_cooldown", "30s", "default"),
         ("tiers[0].quarantine", "1GiB", "default"),
+        ("tiers[0].codec", "none", "default"),
+        ("tiers[0].cipher", "none", "default"),
         ("tiers[0].path", "/a", "tiers.yaml:5"),
         ("tiers[0].direct", "true", "default"),
         ("tiers[0].segment", "1GiB", "default"),

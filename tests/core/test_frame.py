@@ -52,7 +52,7 @@ def test_a_sealed_frame_verifies_and_keeps_its_payload(pages: int, shards: int, 
     assert form.nbytes % 4096 == 0
     assert form.header_bytes % 4096 == 0
     found = frame.read_header(memoryview(data))
-    assert found == frame.Header(form, SPACE, b"", tuple(keys(pages)))
+    assert found == frame.Header(form, SPACE, b"", tuple(keys(pages)), frame.PLAIN, form.nbytes)
 
 
 @given(st.data())
@@ -100,7 +100,18 @@ def test_swapped_frames_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("field", "place", "layout", "value"),
-    [("format version", 8, "<H", 2), ("codec", 10, "<H", 1), ("page size", 32, "<Q", 499)],
+    [
+        ("format version", 8, "<H", 1),
+        ("codec", 10, "B", 9),
+        ("coding", 11, "B", 2),
+        ("coding", 11, "B", 1),
+        ("page size", 32, "<Q", 499),
+        ("reserved field", 56, "B", 1),
+        ("key", 128, "B", 1),
+        ("salt", 144, "B", 1),
+        ("reserved field", 176, "B", 1),
+        ("behind its end", 4095, "B", 1),
+    ],
 )
 def test_a_header_with_a_right_checksum_but_other_values_is_refused(
     field: str, place: int, layout: str, value: int
@@ -112,6 +123,36 @@ def test_a_header_with_a_right_checksum_but_other_values_is_refused(
     whole[40:56] = xxhash.xxh3_128_digest(whole[: form.header_bytes])
     with pytest.raises(FrameError, match=field):
         check(whole, form)
+    with pytest.raises(FrameError):
+        frame.read_header(whole)
+
+
+def test_a_coded_frame_is_no_plain_one() -> None:
+    form = frame.shape(2, 1, 500)
+    whole = sealed(form)
+    whole[10] = frame.Codec.LZ4  # pages may be stored as they are in such a frame too
+    whole[40:56] = bytes(16)
+    whole[40:56] = xxhash.xxh3_128_digest(whole[: form.header_bytes])
+    with pytest.raises(FrameError, match="is coded"):
+        check(whole, form)
+    stored = frame.verify_stored(memoryview(whole), form, SPACE, PARENT, keys(2))
+    assert stored == frame.read_header(whole).coding == frame.Coding(frame.Codec.LZ4)
+
+
+@pytest.mark.parametrize("nbytes", [0, 501, 1 << 63])
+def test_a_length_that_cannot_be_is_refused(nbytes: int) -> None:
+    form = frame.shape(2, 1, 500)
+    for codec in frame.Codec:
+        whole = sealed(form)
+        whole[10] = codec
+        struct.pack_into("<Q", whole, 192 + 2 * 32 + 24, nbytes)
+        whole[40:56] = bytes(16)
+        whole[40:56] = xxhash.xxh3_128_digest(whole[: form.header_bytes])
+        for reads in (frame.verify_stored, frame.verify_header):
+            with pytest.raises(FrameError, match="page 1 of shard 0"):
+                reads(memoryview(whole), form, SPACE, PARENT, keys(2))
+        with pytest.raises(FrameError, match="page 1 of shard 0"):
+            frame.read_header(whole)
 
 
 def test_a_checksum_swapped_between_pages_is_refused() -> None:
@@ -173,15 +214,16 @@ def test_wrong_buffer_sizes_are_refused() -> None:
 
 
 def test_golden_frame() -> None:
-    """The bytes of the format, so that a change of it cannot go unnoticed: stored chunks must stay readable."""
+    """The bytes of the format, so that a change of it cannot go unnoticed: stored chunks must stay readable. What is
+    coded is in test_coding.py."""
     form = frame.shape(2, 1, 10)
     data = bytearray(form.nbytes)
     data[4096:4116] = bytes(range(20))
     frame.seal(memoryview(data), form, SPACE, PARENT, keys(2))
-    assert data[:40].hex() == ("4c4d434b5646520a0100000000100000140000000000000001000000020000000a00000000000000")
-    assert data[56:192] == bytes(8) + SPACE + PARENT + b"\x01" * 32 + b"\x02" * 32
+    assert data[:40].hex() == ("4c4d434b5646520a0200000000100000140000000000000001000000020000000a00000000000000")
+    assert data[56:256] == bytes(8) + SPACE + PARENT + bytes(64) + b"\x01" * 32 + b"\x02" * 32
     first, second = xxhash.xxh3_128_digest(bytes(range(10))), xxhash.xxh3_128_digest(bytes(range(10, 20)))
     ten = (10).to_bytes(8, "little")
-    assert data[192:240] == ten + first + ten + second
-    assert not any(data[240:4096])
-    assert data[40:56].hex() == "90144372a16650b23ddc8b85ad4ca551"
+    assert data[256:304] == ten + first + ten + second
+    assert not any(data[304:4096])
+    assert data[40:56].hex() == "8ce9147718ddb5fb8fb026923c739d26"
