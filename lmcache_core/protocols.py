@@ -21,6 +21,7 @@ from lmcache_core.namespace import Encoding
 
 __all__ = [
     "Abortable",
+    "Advises",
     "Chunk",
     "ChunkKey",
     "CostlyProbes",
@@ -216,6 +217,16 @@ class CountsEvents(Protocol):
 
     def counters(self) -> Mapping[str, int]:
         """Monotonic counters by name (`[a-z_]+`). Answers at once, without I/O."""
+        ...
+
+
+@runtime_checkable
+class Advises(Protocol):
+    """Knows what an operator should change about its medium, beyond what stops it from working."""
+
+    def advice(self) -> Sequence[str]:
+        """What to change, a line each that says why and what to write; none where all is well. Only after `open`.
+        Answers at once, without I/O, and without secrets."""
         ...
 
 

@@ -1,8 +1,8 @@
 """The command `lmcache-core`.
 
-A command is a module of this package with `add_arguments(parser)`, which also says what to run: `parser.set_defaults(
-run=...)`, a function of the parsed arguments that returns the exit code. Only the module of the command that was asked
-for is imported, so `lmcache-core version` costs no more than it says.
+A command is a module of this package (`bench tier` is `bench_tier`) with `add_arguments(parser)`, which also says what
+to run: `parser.set_defaults(run=...)`, a function of the parsed arguments that returns the exit code. Only the module
+of the command that was asked for is imported, so `lmcache-core version` costs no more than it says.
 
 Exit codes: 0 all is well, 1 a problem was found, 2 the command line is wrong.
 """
@@ -19,11 +19,13 @@ from lmcache_core import __version__
 from lmcache_core.cli.output import accept_any_text, print_error
 from lmcache_core.errors import LMCacheError
 
-__all__ = ["COMMANDS", "main", "make_parser"]
+__all__ = ["COMMANDS", "joined", "main", "make_parser"]
 
 COMMANDS = {
     "demo": "Show with a small model on this machine's CPU what reusing a prefix saves.",
     "bench": "Measure memory and the configured tiers on this machine, as ratios of what it can do.",
+    "bench tier": "Measure one tier through its backend, beside what the machine can do there.",
+    "doctor": "Try every tier of a configuration, and say what to fix.",
     "serve": "Run a node that all engines of this host share.",
     "status": "Show what a node holds, who uses it, and how much of what is asked for it has.",
     "lookup": "Say how many tokens of a prompt a node has, and on which tiers.",
@@ -37,6 +39,7 @@ COMMANDS = {
     "backends": "List the installed storage backends with their options.",
     "inspect": "Say what lies below the path of a disk tier; changes nothing, also while it is in use.",
     "clear": "Delete what is stored on a disk tier, on all tiers of a configuration, or in a node at work.",
+    "copy": "Copy what one tier holds to another.",
     "version": "Print the version.",
 }
 
@@ -54,7 +57,7 @@ def make_parser(*names: str) -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         if name in names:
-            importlib.import_module(f"{__name__}.{name}").add_arguments(command)
+            importlib.import_module(f"{__name__}.{name.replace(' ', '_')}").add_arguments(command)
     return parser
 
 
@@ -82,11 +85,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     try:
+        words = joined(words)
         arguments = make_parser(*words[:1]).parse_args(words)
         code: int = arguments.run(arguments)
     except SystemExit as end:  # argparse has said why
         return end.code if isinstance(end.code, int) else 2
     return code
+
+
+def joined(words: Sequence[str]) -> list[str]:
+    """The words of a command line, those of a command of two words as one."""
+    both = " ".join(words[:2])
+    return [both, *words[2:]] if both in COMMANDS else list(words)
 
 
 def _abandon_output() -> None:

@@ -317,13 +317,13 @@ def _file_limits(tier: TierConfig, workload: Workload, chunks: int) -> tuple[flo
     """GB/s of writing and reading a plain file beside a disk tier's own, as many chunks at once as it does."""
     if not can_be_inspected(tier.backend):
         return None, None
-    plain = _PlainFile(Path(tier.options.paths()[0]), workload.frame_bytes, chunks, tier.options.threads)
+    plain = PlainFile(Path(tier.options.paths()[0]), workload.frame_bytes, chunks, tier.options.threads)
     with plain:
         nbytes = chunks * workload.frame_bytes
         return nbytes / _best(plain.write) / GB, nbytes / _best(plain.read) / GB
 
 
-class _PlainFile:
+class PlainFile:
     """A file without a name, written and read past the page cache where the file system can."""
 
     def __init__(self, directory: Path, block: int, blocks: int, threads: int) -> None:
@@ -335,7 +335,7 @@ class _PlainFile:
         self._fd = _temporary(directory)
         self._threads = ThreadPoolExecutor(min(blocks, threads))
 
-    def __enter__(self) -> _PlainFile:
+    def __enter__(self) -> PlainFile:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_core.cli import COMMANDS, make_parser
+from lmcache_core.cli import COMMANDS, joined, make_parser
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
@@ -82,7 +82,7 @@ def shown_commands() -> list[str]:
 
 @pytest.mark.parametrize("line", shown_commands())
 def test_command_lines_that_are_shown_are_understood(line: str) -> None:
-    words = shlex.split(line)[1:]
+    words = joined(shlex.split(line)[1:])
     assert make_parser(words[0]).parse_args(words).command == words[0]
 
 

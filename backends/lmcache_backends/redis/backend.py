@@ -110,6 +110,20 @@ class RedisBackend:
             self._count(self._router)
         return dict(self._counts)
 
+    def advice(self) -> list[str]:
+        """Makes this an `Advises`: what the server does when it is full."""
+        policy = self._opened().policy
+        if policy == "unbounded":
+            return ["redis: the server has no maxmemory, and grows until the system ends it; set maxmemory there"]
+        if policy == "noeviction":
+            return ["redis: the server refuses chunks once it is full; set maxmemory-policy allkeys-lru there"]
+        if policy.startswith("volatile-") and not self._ttl_ms:
+            return [
+                f"redis: maxmemory-policy {policy} evicts only what has a ttl, and chunks have none: the server refuses "
+                "them once it is full; set maxmemory-policy allkeys-lru there, or write ttl: 7d"
+            ]
+        return []
+
     def _count(self, router: Router) -> None:
         self._counts["topology_changes"] += router.changes
         router.changes = 0

@@ -72,6 +72,11 @@ class Router:
         self._topology = topology
         self._found = asyncio.get_running_loop().time()
 
+    @property
+    def policy(self) -> str:
+        """What the server does when it is full: `unbounded`, one of its policies, or empty where it does not tell."""
+        return self._topology.policy
+
     def close(self) -> None:
         """Close all connections; those in use as soon as their job has ended. Idempotent."""
         if self._finding is not None:
