@@ -350,7 +350,7 @@ def _rules(config: Config, tier: TierConfig, backend: StorageBackend) -> TierRul
         tier.write,
         tier.admit,
         tier.policy,
-        tier.capacity,
+        tier.capacity if listed else None,  # what others store there too is the backend's to bound
         shared=not listed,
         remembers_use=isinstance(backend, RemembersUse),
         evictable=listed,

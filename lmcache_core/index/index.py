@@ -384,7 +384,7 @@ class Index(Loading):
                 self.out.append(Touch(tier.number, list(tier.touched)))
                 tier.touched.clear()
             if tier.up:
-                self.shrink(tier)
+                (self.shrink if tier.rules.evictable else self.forget_oldest)(tier)
 
     # Operators
 

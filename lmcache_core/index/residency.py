@@ -27,6 +27,9 @@ MOST_PINNED = 4096
 MOST_SHED = 4096
 """Chunks that leave a tier at once because its capacity has become smaller: the mutex is held meanwhile."""
 
+MOST_KNOWN = 1 << 16
+"""Chunks that are known of a tier where nothing is deleted to make room."""
+
 MOST_OWNERS = 1024
 """Owners that tenants are added to: each is looked at when room is wanted."""
 
@@ -480,6 +483,18 @@ class Residency:
                     break
         if evict:
             self.out.append(Delete(tier.number, evict))
+
+    def forget_oldest(self, tier: TierState) -> None:
+        """Know no more than so many chunks of a tier where nothing is deleted; the rest of many at the next call. Who
+        asks for what was forgotten has the tier asked again."""
+        over = min(len(tier.policy) - MOST_KNOWN, MOST_SHED)
+        if over > 0:
+            for entry in list(islice(tier.policy, 2 * over)):
+                if not (entry.where & POOL or entry.leases or entry.pins or entry.load or entry.writing):
+                    self.lose(tier, entry, delete=False)
+                    over -= 1
+                    if not over:
+                        return
 
     def lose(self, tier: TierState, entry: Entry, *, delete: bool) -> None:
         """A chunk cannot be read from a tier any more; `delete` what may still be there. A write under way is undone

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from lmcache_backends.cpu import CpuBackend, CpuOptions
 from lmcache_core.config import BreakerConfig
+from lmcache_core.index import residency
 from lmcache_core.prefixsearch import QUESTIONS
 from lmcache_core.protocols import ChunkKey, ReadResult
 from lmcache_core.wrappers import Corrupting, Slow
-from tests.node.kv import PAGE_TOKENS, at_rest, open_cache, retrieve, store, tokens, until
+from tests.node.kv import CHUNK_FRAME, PAGE_TOKENS, at_rest, open_cache, retrieve, store, tokens, until
 from tests.node.shelf import Shelf
 
 
@@ -183,3 +186,26 @@ def test_a_prompt_larger_than_the_pool_comes_from_a_tier_each_time() -> None:
                 assert cache.flush(10)
             assert [retrieve(cache, whole) for _ in range(4)] == [36] * 4
             at_rest(cache)
+
+
+def test_the_capacity_of_a_tier_that_others_fill_too_is_its_own_matter() -> None:
+    medium = Cheap()
+    with open_cache(medium, slots=4, tiers=[{"capacity": 2 * CHUNK_FRAME}]) as cache:
+        for number in range(12):
+            assert store(cache, f"{number:04}")
+        assert [retrieve(cache, f"{number:04}") for number in range(12)] == [4] * 12
+        at_rest(cache)
+
+
+def test_of_a_tier_where_nothing_is_deleted_only_so_many_chunks_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "MOST_KNOWN", 10)
+    with open_cache(Cheap(), slots=4) as cache:
+        texts = [f"{number:04}" for number in range(40)]
+        for text in texts:
+            assert store(cache, text)
+        node = cache.client.node  # type: ignore[attr-defined]
+        until(lambda: len(node.guard.index.tiers[0].policy) <= 14)
+        (space,) = node.guard.index.spaces.values()
+        assert len(space.chunks) <= 14
+        assert [retrieve(cache, text) for text in texts] == [4] * 40, "who asks for it has the tier asked again"
+        at_rest(cache)
