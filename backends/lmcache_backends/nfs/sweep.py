@@ -91,7 +91,11 @@ class Sweeper:
 
     def round(self, soonest: float) -> Generator[None, None, None]:
         """Sweep each part that nobody has swept for `soonest` seconds and nobody else is at. Each step is short."""
-        if os.fstatvfs(self._root).f_flag & os.ST_RDONLY:
+        try:
+            if os.fstatvfs(self._root).f_flag & os.ST_RDONLY:
+                return
+        except OSError as error:
+            self._failed(error)
             return
         parts = list(self._parts)
         random.shuffle(parts)  # hosts that start together shall not be at the same ones

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from lmcache_backends.nfs import NfsBackend
 from lmcache_backends.nfs.mounts import Mount, is_of_one_machine, mount_of
+from lmcache_core import Cache
 from lmcache_core.config import InvalidSetting
 from lmcache_core.errors import BackendError
 from lmcache_core.protocols import ReadResult, WriteResult
 from lmcache_core.testing import make_chunk, make_key
 from tests.backends.nfs.kit import KIB, Two, descriptors, file_of, files, mounted, opened, options, system, value
+from tests.node.kv import CHUNK_TOKENS, PAGE_TOKENS, namespace, retrieve, store, until
 from tests.servers import gluster
 
 SIZE = 64 * KIB
@@ -204,3 +209,71 @@ async def test_opening_and_closing_leaves_nothing_open(tmp_path: Path) -> None:
             assert await value(backend, make_key(1), SIZE) is ReadResult.CORRUPT
             assert descriptors(tmp_path) == [str(tmp_path / "kv")]
         assert descriptors(tmp_path) == []
+
+
+async def test_what_is_remembered_of_uses_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_backends.nfs.backend._REMEMBERED", 10)
+    async with opened(tmp_path / "kv") as backend:
+        for start in range(0, 60, 20):
+            await backend.write([make_chunk(make_key(number)) for number in range(start, start + 20)])
+            await backend.touch([make_key(number) for number in range(start, start + 20)])
+            assert len(backend._used) == 10
+
+
+@pytest.mark.needs_root
+def test_a_node_has_other_tiers_while_nothing_is_mounted_and_uses_this_one_afterwards(
+    volume: gluster.Volume, tmp_path: Path
+) -> None:
+    point = tmp_path / "mnt"
+    point.mkdir()
+    file = tmp_path / "node.yaml"
+    file.write_text(
+        f"chunk_tokens: {CHUNK_TOKENS}\npage_tokens: {PAGE_TOKENS}\ncpu: {{capacity: 1MiB}}\n"
+        f"tiers:\n  - {{backend: nfs, path: {point}/node, breaker: {{cooldown: 100ms, max_cooldown: 200ms}}}}\n"
+        f"  - {{backend: disk, path: {tmp_path}/disk, capacity: 16MiB, min_free: 0}}\n"
+    )
+    with Cache.open(file, namespace()) as cache:
+        assert "nothing shared is mounted there" in cache.stats().tiers[0].why
+        store(cache, "abcd")
+        cache.clear(["cpu"])
+        assert retrieve(cache, "abcd") == 4
+        assert list(point.iterdir()) == []
+        with mounted(point, "--bind", volume.one.path):
+            until(lambda: cache.stats().tiers[0].up)
+            assert store(cache, "efgh")
+            cache.clear(["cpu", "disk"])
+            assert retrieve(cache, "efgh") == 4
+    assert list(point.iterdir()) == []
+
+
+@pytest.mark.needs_root
+def test_a_node_that_only_reads_uses_a_read_only_export(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "node.yaml"
+    lines = f"chunk_tokens: {CHUNK_TOKENS}\npage_tokens: {PAGE_TOKENS}\ncpu: {{capacity: 1MiB}}\n"
+    tier = "tiers: [{backend: nfs, must_be_mounted: false, path: %s, write: %s}]\n"
+    file.write_text(lines + tier % (tmp_path / "kv", "through"))
+    with Cache.open(file, namespace()) as cache:
+        assert store(cache, "abcdefgh")
+    before = files(tmp_path / "kv")
+    with mounted(tmp_path / "mnt", "--bind", tmp_path):
+        system("mount", "-o", "remount,bind,ro", tmp_path / "mnt")
+        file.write_text(lines + tier % (tmp_path / "mnt" / "kv", "never"))
+        with Cache.open(file, namespace()) as cache:
+            assert retrieve(cache, "abcdefgh") == 8
+            store(cache, "ijkl")
+            cache.flush(5)
+            cache.clear(["cpu"])
+            assert retrieve(cache, "abcdefgh") == 8
+            assert cache.stats().tiers[0].up
+    assert files(tmp_path / "kv") == before
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_closing_ends_all_threads(tmp_path: Path) -> None:
+    async def use() -> None:
+        async with opened(tmp_path / "kv", capacity=2**20, sweep_interval=1.0) as backend:
+            await backend.write([make_chunk(make_key(number)) for number in range(20)])
+
+    for _ in range(3):
+        asyncio.run(use())
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("nfs")])

@@ -342,6 +342,19 @@ def test_a_sweep_that_fails_is_told_once_and_tried_again(
     assert len(left(path, range(20))) == 9
 
 
+def test_a_file_system_that_does_not_answer_at_all_ends_no_sweeper(
+    hosts: list[Host], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(path, 1, age=2 * HOUR)
+    one = host(hosts, path, ttl=HOUR)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fstatvfs", _raise_eio)
+        one.sweep()
+    assert one.count("sweeps_failed") == 1
+    one.sweep()
+    assert left(path, range(2)) == []
+
+
 def _raise_eio(*arguments: object, **named: object) -> None:
     raise OSError(5, "Input/output error")
 
