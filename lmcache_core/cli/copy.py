@@ -150,6 +150,11 @@ def _check(plan: Plan) -> None:
     """
     if plan.target.write == "never":
         raise ConfigError(f"{plan.target.name} is only read (write: never); it cannot be copied to")
+    if plan.source.cipher != plan.target.cipher or (plan.source.codec != "none" and plan.target.codec == "none"):
+        raise ConfigError(
+            f"chunks are copied as they are stored, and what {plan.source.name} stores {plan.target.name} could not "
+            "read: write the same codec and cipher for both"
+        )
     for tier in (plan.source, plan.target):
         if (owner := owner_of(tier)) is not None:
             raise LMCacheError(

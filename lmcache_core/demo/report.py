@@ -79,7 +79,7 @@ class Display:
         if busiest := result.busiest:
             out.print(
                 Text(
-                    f"This machine is busy: samples of the same thing ({WORDS[busiest.kind]}) differ by "
+                    f"This machine is busy: samples of the same thing ({result.words(busiest.kind)}) differ by "
                     f"{busiest.spread:.0%}. Times and factors are rough; for better ones run it on a quiet machine.\n",
                     style="bold yellow",
                 )
@@ -100,9 +100,10 @@ class Display:
             )
         )
         page_cache = "past the page cache" if result.past_page_cache else "maybe from the page cache"
+        kept = f"on disk, read {page_cache}" if result.tier == "disk" else f"on {result.tier}, a server on this host"
         out.print(
             Text(
-                f"{result.threads} threads; {result.disk_bytes / 2**20:.0f} MiB of KV on disk, read {page_cache}; "
+                f"{result.threads} threads; {result.disk_bytes / 2**20:.0f} MiB of KV {kept}; "
                 "times are medians, from the call to the first new token, hashing, lookup and loading included. "
                 "From cache, computed: tokens of the prompt. Spread: from the least to the most, as a part of the "
                 "median. Logits: the largest difference in one of the first new token."
@@ -124,7 +125,7 @@ class Display:
 
 
 def _table(result: DemoResult) -> Table:
-    title = "Time to the first token (from disk: after a restart, in a new process)"
+    title = f"Time to the first token (from {result.tier}: after a restart, in a new process)"
     # 80 columns are enough for the largest figures: nothing wraps or is cut.
     table = Table(title=title, box=box.SIMPLE, pad_edge=False, padding=0, title_justify="left")
     table.add_column("how", no_wrap=True)
@@ -138,7 +139,7 @@ def _table(result: DemoResult) -> Table:
 
 def _row(each: Measured, result: DemoResult) -> list[str]:
     return [
-        WORDS[each.kind] + ("" if each.tokens_equal else "\nTOKENS DIFFER"),
+        result.words(each.kind) + ("" if each.tokens_equal else "\nTOKENS DIFFER"),
         "\n".join(f"{tokens} {tier}" for tier, tokens in each.tiers.items()) or "-",
         str(each.computed_tokens),
         f"{each.median_s:.3f} s",
@@ -168,7 +169,10 @@ def draw(result: DemoResult, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     bars = axes.barh(
-        [f"{WORDS[each.kind]}\n{each.computed_tokens} of {each.prompt_tokens} tokens computed" for each in shown],
+        [
+            f"{result.words(each.kind)}\n{each.computed_tokens} of {each.prompt_tokens} tokens computed"
+            for each in shown
+        ],
         [each.median_s for each in shown],
         xerr=[
             [each.median_s - min(each.ttft_s) for each in shown],
@@ -184,9 +188,8 @@ def draw(result: DemoResult, path: Path) -> None:
     axes.set_xlabel(
         "seconds from the call to the first new token (lower is better): median, and from the least to the most"
     )
-    title = (
-        f"SmolLM2-135M-Instruct, float32, {result.threads} CPU threads; from disk: after a restart, in a new process"
-    )
+    tier = f"from {result.tier}: after a restart, in a new process"
+    title = f"SmolLM2-135M-Instruct, float32, {result.threads} CPU threads; {tier}"
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

@@ -40,6 +40,8 @@ class Spec(msgspec.Struct, frozen=True):
     tokens: int
     repeats: int
     document_tokens: int | None = None
+    tier: dict[str, Any] = {}
+    """Settings of the tier below memory."""
     socket: str = ""
     """Of a node that all lives share; empty where each has its own."""
 
@@ -114,8 +116,14 @@ class DemoResult:
     threads: int
     disk_bytes: int
     past_page_cache: bool
+    tier: str = "disk"
+    """Name of the tier below memory."""
     files: tuple[Path, ...] = field(default=())
     """What was written and is still there."""
+
+    def words(self, kind: str) -> str:
+        """A kind of measurement, for people."""
+        return WORDS[kind].replace("disk", self.tier)
 
     def of(self, kind: str) -> list[Measured]:
         """All measurements of a kind, in order."""
@@ -153,21 +161,23 @@ class DemoResult:
         cold, memory, disk = (self.of(kind)[0] for kind in ("cold", "memory", "disk"))
         question, turn, filling = (self.of(kind)[0] for kind in ("question", "turn", "filling"))
         shared = self.of("shared")
+        tier = self.tier
         return {
+            "tier": tier,
             "prompt_tokens": cold.prompt_tokens,
             "cold_ttft_s": cold.median_s,
             "memory_ttft_s": memory.median_s,
-            "disk_ttft_s": disk.median_s,
+            f"{tier}_ttft_s": disk.median_s,
             **({"shared_ttft_s": shared[0].median_s} if shared else {}),
             "question_ttft_s": question.median_s,
             "turn_ttft_s": turn.median_s,
             "filling_ttft_s": filling.median_s,
             "memory_speedup": cold.median_s / memory.median_s,
-            "disk_speedup": cold.median_s / disk.median_s,
+            f"{tier}_speedup": cold.median_s / disk.median_s,
             "question_speedup": cold.median_s / question.median_s,
             "cold_spread": cold.spread,
             "memory_spread": memory.spread,
-            "disk_spread": disk.spread,
+            f"{tier}_spread": disk.spread,
             "busy": self.busiest is not None,
             "filling_is_noise": self.filling_is_noise,
             "filling_retrieve_s": filling.retrieve_s,
@@ -175,13 +185,13 @@ class DemoResult:
             "tokens_equal": self.tokens_equal,
             "max_logit_diff": self.max_logit_diff,
             "memory_computed_tokens": memory.computed_tokens,
-            "disk_computed_tokens": disk.computed_tokens,
+            f"{tier}_computed_tokens": disk.computed_tokens,
             "question_uncached_tokens": question.computed_tokens,
             "turn_uncached_tokens": turn.computed_tokens,
             "new_tokens": len(self.answers[cold.name].tokens),
             "threads": self.threads,
-            "disk_bytes": self.disk_bytes,
-            "disk_past_page_cache": self.past_page_cache,
+            f"{tier}_bytes": self.disk_bytes,
+            **({"disk_past_page_cache": self.past_page_cache} if tier == "disk" else {}),
             "measurements": [
                 {**msgspec.structs.asdict(each), "computed_tokens": each.computed_tokens} for each in self.measured
             ],

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -20,6 +21,7 @@ from lmcache_core.demo.options import DemoOptions
 from lmcache_core.demo.packages import check_packages
 from lmcache_core.demo.report import Display, draw
 from lmcache_core.demo.result import DemoResult, Life, Spec
+from lmcache_core.demo.servers import check_tier, served
 from lmcache_core.demo.settings import settings
 from lmcache_core.errors import LMCacheError, PluginError
 
@@ -38,6 +40,7 @@ def run_demo(options: DemoOptions | argparse.Namespace) -> DemoResult:
         options = DemoOptions.of(options)
     options = options.resolved()
     check_packages(plot=options.plot)
+    check_tier(options.tier)
     options.out.mkdir(parents=True, exist_ok=True)
     for path in _files(options):
         _check_file(path)
@@ -45,8 +48,11 @@ def run_demo(options: DemoOptions | argparse.Namespace) -> DemoResult:
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=options.out))
     try:
         display.begin(options)
-        with _node(folder) if options.shared else contextlib.nullcontext("") as socket:
-            lives = [_live(number, folder, options, display, socket) for number in (1, 2)]
+        with (
+            served(options.tier, folder) as tier,
+            _node(folder, tier) if options.shared else contextlib.nullcontext("") as socket,
+        ):
+            lives = [_live(number, folder, options, display, tier, socket) for number in (1, 2)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result = _joined(lives, options)
@@ -61,6 +67,7 @@ def _joined(lives: list[Life], options: DemoOptions) -> DemoResult:
         answers=lives[0].answers,
         threads=lives[0].threads,
         disk_bytes=lives[0].disk_bytes,
+        tier=options.tier,
         past_page_cache=all(life.past_page_cache for life in lives),
         files=_files(options),
     )
@@ -86,12 +93,13 @@ def _write_files(result: DemoResult, options: DemoOptions) -> None:
 
 
 @contextlib.contextmanager
-def _node(folder: Path) -> Iterator[str]:
+def _node(folder: Path, tier: dict[str, Any]) -> Iterator[str]:
     """A node in a process of its own, as long as both workers live; yields where its socket is."""
     # Paths of sockets are short, and this folder's may be long.
     with tempfile.TemporaryDirectory(prefix="lmcache-demo-") as place, (folder / "node.log").open("wb") as log:
         config = Path(place) / "tiers.yaml"
-        config.write_text(json.dumps(settings(folder)))
+        config.touch(mode=0o600)  # the tier's settings have a secret
+        config.write_text(json.dumps(settings(tier)))
         socket = str(Path(place) / "node.sock")
         command = [sys.executable, "-m", "lmcache_core", "serve", "--config", str(config), "--socket", socket]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=_environment()) as process:
@@ -104,10 +112,11 @@ def _node(folder: Path) -> Iterator[str]:
                 process.terminate()
 
 
-def _live(number: int, folder: Path, options: DemoOptions, display: Display, socket: str) -> Life:
+def _live(number: int, folder: Path, options: DemoOptions, display: Display, tier: dict[str, Any], socket: str) -> Life:
     """One worker from its start to its end."""
-    spec = Spec(str(folder), number, options.tokens, options.repeats, options.document_tokens, socket)
+    spec = Spec(str(folder), number, options.tokens, options.repeats, options.document_tokens, tier, socket)
     path = folder / f"spec-{number}.json"
+    path.touch(mode=0o600)  # the tier's settings may have a secret
     path.write_bytes(msgspec.json.encode(spec))
     words = folder / f"worker-{number}.log"
     result: Life | None = None

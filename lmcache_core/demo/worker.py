@@ -58,6 +58,7 @@ class Worker:
         self.model = model
         self.talk = talk
         self.folder = Path(spec.folder)
+        self.tier = spec.tier.get("name") or spec.tier.get("backend", "disk")
         self.answers: dict[str, Answer] = {}
         self.measured: list[Measured] = []
 
@@ -78,7 +79,7 @@ class Worker:
             for question in QUESTIONS[1:]:
                 self._with_cache(cached, "question", question, repeats=self.spec.repeats)
             self._with_cache(cached, "turn", FOLLOW_UP, repeats=self.spec.repeats)
-            _tell("wait for the disk", 0.0)
+            _tell("wait for the tier", 0.0)
             flushed = cached.cache.flush(timeout=120)
             life = self._life(cached, flushed)
         self._remember()
@@ -103,7 +104,7 @@ class Worker:
     def _open(self) -> CachedModel:
         _tell("open the cache", 0.0)
         shared = {"connect": self.spec.socket, "call_timeout": "10s"}
-        return CachedModel.open(self.model, shared if self.spec.socket else settings(self.folder))
+        return CachedModel.open(self.model, shared if self.spec.socket else settings(self.spec.tier))
 
     def _warm_up(self) -> None:
         """Touch all weights and let the threads start, with other text than what is measured."""
@@ -137,7 +138,7 @@ class Worker:
         """Compute an answer once whole, to compare it, then only its first token, to measure more often."""
         made = None
         for number in range(repeats):
-            _tell(f"{WORDS[kind]}: {_shown(name)}", number / repeats)
+            _tell(f"{WORDS[kind].replace('disk', self.tier)}: {_shown(name)}", number / repeats)
             if forget:
                 cached.cache.clear(["cpu"])
             once = self._compared(cached, kind, name, self.spec.tokens if number == 0 else 1)
@@ -185,15 +186,15 @@ class Worker:
         return output, first.at - started
 
     def _life(self, cached: CachedModel, flushed: bool) -> Life:
-        (disk,) = cached.cache.stats().tiers
+        (tier,) = cached.cache.stats().tiers
         return Life(
             measured=self.measured,
             answers=self.answers,
             threads=torch.get_num_threads(),
             flushed=flushed,
             failures=dict(cached.failures),
-            disk_bytes=disk.used,
-            past_page_cache=disk.counters.get("buffered_fallback", 0) == 0,
+            disk_bytes=tier.used or tier.counters.get("bytes_sent", 0),
+            past_page_cache=tier.counters.get("buffered_fallback", 0) == 0,
         )
 
     # From one life to the next

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import subprocess
@@ -147,6 +148,17 @@ def test_tiers_that_cannot_be_used(run: Run, two: Path, tmp_path: Path) -> None:
         said = run("copy", file, "--from", "a", "--to", "redis")
         assert said.code == 1
         assert f"a is in use by process {os.getpid()}" in said.err
+
+
+def test_chunks_are_not_copied_where_they_could_not_be_read(run: Run, two: Path, tmp_path: Path) -> None:
+    key = base64.b64encode(bytes(range(32))).decode()
+    file = write_config(tmp_path, disk(tmp_path, "a"), {"backend": "cpu", "name": "b", "cipher": {"key": key}})
+    said = run("copy", file, "--from", "a", "--to", "b")
+    assert (said.code, said.err) == (
+        1,
+        "lmcache-core: error: chunks are copied as they are stored, and what a stores b could not read: write the same "
+        "codec and cipher for both\n",
+    )
 
 
 def test_a_rate_is_kept_to(run: Run, two: Path) -> None:

@@ -1,6 +1,7 @@
 """Options, figures, table and picture of the demonstration, without a model."""
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -48,6 +49,20 @@ def made(*, equal: bool = True, **changed: list[float]) -> DemoResult:
         past_page_cache=True,
         files=(Path("/tmp/figures.json"),),
     )
+
+
+def test_table_and_figures_name_the_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    result = dataclasses.replace(made(), tier="valkey")
+    figures = result.figures()
+    assert figures["tier"] == "valkey"
+    assert figures["valkey_ttft_s"] == 0.9
+    assert not [name for name in figures if name.startswith("disk")]
+    Display(width=200).report(result)
+    shown = capsys.readouterr().out
+    assert "Time to the first token (from valkey: after a restart, in a new process)" in shown
+    assert "same prompt, valkey" in shown
+    assert "200 MiB of KV on valkey, a server on this host;" in shown
+    assert "disk" not in shown.replace("4288 disk", "")
 
 
 def test_figures_are_medians_and_counts() -> None:
