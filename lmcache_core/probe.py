@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from lmcache_core.errors import BackendError
+from lmcache_core.errors import BackendError, ConfigError
 from lmcache_core.guard import IndexGuard
 from lmcache_core.index import Space, tier_bit
 from lmcache_core.index.boundary import chunks_to_store
@@ -108,7 +108,7 @@ class Prober:
         except TimeoutError:
             limit = runner.config.read_timeout
             runner.health.timed_out(f"did not tell what it holds within {limit:g} s", limit)
-        except BackendError as error:
+        except (BackendError, ConfigError) as error:
             runner.health.failed(error, "failed to look up")
 
     async def _ask_space(self, runner: TierRunner, space: Space, keys: Sequence[bytes], first_page: int) -> None:

@@ -14,7 +14,7 @@ from lmcache_core import AsyncCache, ClosedError, node
 from lmcache_core.cache import Cache
 from lmcache_core.config import BreakerConfig
 from lmcache_core.direct import DirectClient
-from lmcache_core.errors import BackendError
+from lmcache_core.errors import BackendError, ConfigError
 from lmcache_core.protocols import ChunkKey
 from lmcache_core.wrappers import Slow
 from tests.node.kv import PAGE_TOKENS, PageView, at_rest, namespace, open_cache, retrieve, store, tokens, until
@@ -150,6 +150,16 @@ class _Unlisted:
     def __init__(self, inner: Shelf) -> None:
         self.read, self.write, self.delete = inner.read, inner.write, inner.delete
         self.contains, self.open, self.close = inner.contains, inner.open, inner.close
+
+
+def test_a_tier_that_refuses_its_options_when_it_is_asked_is_a_miss() -> None:
+    class Refusing(Shelf):
+        async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+            raise ConfigError("tiers[0].url: the server has another name now")
+
+    with open_cache(_Unlisted(Refusing()), tiers=[{"breaker": BreakerConfig(failures=1)}]) as cache:
+        assert retrieve(cache, "abcd") == 0
+        assert not cache.stats().tiers[0].up
 
 
 def test_what_is_let_go_of_unfinished_is_given_back() -> None:
