@@ -1,7 +1,7 @@
 """Backends that keep the contract of `lmcache_core.protocols` as badly as it allows, and break it where plugins do.
 
-A buffer is written to up to the last moment that the contract gives: a read of a backend that cannot abort goes on after
-it has been cancelled, and its coroutine ends only when that has ended.
+A buffer is written to up to the last moment that the contract gives: a read of a backend that cannot abort goes on
+after it has been cancelled, and its coroutine ends only when that has ended.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import copy_context
 from typing import Any, TypeVar
 
-from lmcache_core.errors import BackendError
+from lmcache_core.errors import BackendError, ConfigError
 from lmcache_core.frame import ALIGN
 from lmcache_core.iothreads import ended
 from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, Stored, Usage, WriteResult
@@ -228,7 +228,7 @@ class SimulatedBackend:
         if plan.fate is Fate.FAILS:
             raise BackendError("drawn: it fails")
         if plan.fate is Fate.RAISES:
-            raise self._rng.choice((OSError, ZeroDivisionError, KeyError))("drawn: it raises")
+            raise self._rng.choice((OSError, ZeroDivisionError, ConfigError))("drawn: it raises")
         if plan.fate is Fate.CANCELS:
             raise asyncio.CancelledError
         result = effect(plan)
@@ -238,7 +238,7 @@ class SimulatedBackend:
 
 
 class LocalBackend(SimulatedBackend):
-    """As a disk: it can be listed, tells its size and keeps descriptions. A call that is under way cannot be aborted."""
+    """As a disk: it can be listed, tells its size and keeps descriptions. What is under way cannot be aborted."""
 
     async def scan(self) -> AsyncIterator[Sequence[Stored]]:
         """See `Scannable`."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from lmcache_core.hostpool import Slot
 from lmcache_core.index import POOL, Entry, Index
-from lmcache_core.index.decisions import StorePlan
+from lmcache_core.index.decisions import Lease, StorePlan
 from lmcache_core.node import Node
 from lmcache_core.testing.simulation.backend import LocalBackend, SimulatedBackend
 from lmcache_core.testing.simulation.trace import Trace
@@ -20,14 +20,16 @@ class Lent:
 
     def __init__(self) -> None:
         self.plans: list[StorePlan] = []
-        self.held: list[dict[int, Slot]] = []
+        self.held: list[tuple[dict[int, Slot], Lease | None]] = []
+        """What handles keep, and the lease that they may take more for."""
 
     def slots(self) -> Iterable[Slot]:
         """All that are kept from being used otherwise."""
         self.plans = [plan for plan in self.plans if any(each.open for each in plan.reservations) or plan.rest]
         for plan in self.plans:
             yield from (each.slot for each in plan.reservations if each.open)
-        for slots in self.held:
+        self.held = [(slots, lease) for slots, lease in self.held if slots or (lease is not None and lease.active)]
+        for slots, _ in self.held:
             yield from slots.values()
 
 
@@ -72,7 +74,12 @@ class Watcher:
         for entry in entries:
             self._hold(bool(entry.where & POOL) == (entry.slot is not None), "a chunk of the pool has no slot")
             self._hold(entry.leases >= 0 and entry.pins >= 0, "more leases or pins have ended than there were")
-        for runner, tier in zip(self.node.runners, index.tiers, strict=True):
+        for runner, tier, backend in zip(self.node.runners, index.tiers, self.backends, strict=True):
+            if runner.up and isinstance(backend, LocalBackend):
+                medium = backend.medium
+                for entry in entries:
+                    if entry.where & tier.bit and not medium.may_hold(entry.chunk_key):
+                        self._trace.fail(f"{self.name}: {tier.rules.name} is said to hold {entry}")
             writes = [write for each in index.writes.values() for write in each if write.tier == tier.number]
             held = sum(entry.nbytes for entry in entries if entry.where & tier.bit)
             pending = sum(write.entry.nbytes for write in writes)
@@ -115,14 +122,9 @@ class Watcher:
         self._hold(not busy, f"something is being done with {busy[:3]}")
         resident = sum(entry.slot is not None for entry in entries)
         self._hold(self.node.pool.slots == resident, f"{self.node.pool.slots} slots for {resident} chunks")
-        for tier, runner, backend in zip(index.tiers, self.node.runners, self.backends, strict=True):
+        for tier, runner in zip(index.tiers, self.node.runners, strict=True):
             self._hold(not runner.queued, f"{tier.rules.name}: {runner.queued} operations are left")
             self._hold(not runner.health.quarantined, f"{tier.rules.name}: quarantine is not over")
-            if isinstance(backend, LocalBackend):
-                known = [entry.chunk_key for entry in entries if entry.where & tier.bit]
-                medium = backend.medium
-                lost = [key for key in known if key not in medium.values and key not in medium.harmed]
-                self._hold(not lost, f"{tier.rules.name}: {len(lost)} chunks are said to be there and are not")
 
     def empty(self) -> None:
         """After a clear nothing is left."""

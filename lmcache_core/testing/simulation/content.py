@@ -1,4 +1,4 @@
-"""What engines of the simulation compute: prompts that share beginnings, and pages whose bytes follow from their key."""
+"""What engines compute: prompts that share beginnings, and pages whose bytes follow from their key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 from lmcache_core.client import Part
 from lmcache_core.namespace import Encoding, Group, GroupKind, Namespace
 
-__all__ = ["CHUNK_BYTES", "CHUNK_PAGES", "PAGE_TOKENS", "namespace", "keys", "page", "part_bytes", "payload", "prompt"]
+__all__ = ["CHUNK_BYTES", "CHUNK_PAGES", "PAGE_TOKENS", "keys", "namespace", "page", "part_bytes", "payload", "prompt"]
 
 PAGE_TOKENS = 16
 CHUNK_PAGES = 4
@@ -17,7 +17,11 @@ PAGE_BYTES = 128
 CHUNK_BYTES = 8192
 """A frame of this size has a page of header and a page of payload."""
 
-PROMPTS = ("aaaa", "aaaaaa", "aaaaaaaa", "aaaab", "aabbbb", "aaaaaaabbbbb", "bbbb", "bbbbb", "ccccccccc", "dddd", "eeeee")
+PROMPTS = (
+    *("aaaa", "aaaaaa", "aaaaaaaa", "aaaab", "aabbbb", "aaaaaaabbbbb"),
+    *("bbbb", "bbbbb", "ccccccccc", "dddd", "eeeee"),
+)
+"""Some share beginnings, end inside chunks, and fork inside and between them."""
 
 
 def prompt(rng: random.Random) -> list[bytes]:

@@ -66,7 +66,7 @@ class Engine:
 
     async def pause(self) -> None:
         """Let others have their turns, for some time."""
-        await asyncio.sleep(self.rng.choice((0.0, 0.0, 0.0005, 0.001, 0.005, 0.02, 0.1, 0.5)))
+        await asyncio.sleep(self.host.pace * self.rng.choice((0.0, 0.0, 0.0005, 0.001, 0.005, 0.02, 0.1)))
 
     async def wait(self, future: Future[Any], seconds: float, what: str) -> Any:
         """What a future has, or False if the node was closed. It must be there in so many seconds."""
@@ -146,15 +146,13 @@ class Engine:
 
     def lend(self, held: Held) -> None:
         """Note which slots a lease keeps."""
-        self.host.lent.held.append(held.handle.slots)
+        self.host.lent.held.append((held.handle.slots, held.handle.lease))
 
     async def load(self, client: DirectClient, held: Held, keys: list[bytes]) -> None:
         """Copy all parts of a lease."""
-        walks_away = self.rng.random() < 0.1
+        walks_away = self.rng.random() < 0.2
         number = 0
         while number < len(held.parts):
-            if walks_away and self.rng.random() < 0.4:
-                return  # without a release: the handle is let go of
             grants = client.grant(held, number, self.rng.choice((0, 1, 2, 8)) or (1 if number else 8))
             if not grants:
                 break
@@ -175,6 +173,8 @@ class Engine:
                         await self.pause()
                 ready += 1
             del grants
+            if walks_away and self.rng.random() < 0.4:
+                return  # without a release: the handle is let go of
             client.consume(held, ready)
             number += ready
         client.release(held)
@@ -194,7 +194,7 @@ class Engine:
             for client in self.clients[1:]:
                 joined = client.join_store(number)
                 if joined is not None:
-                    self.host.lent.held.append(joined.handle.joined)
+                    self.host.lent.held.append((joined.handle.joined, None))
                     ranks.append((client, joined))
         if self.rng.random() < 0.5:
             ranks.reverse()
@@ -213,7 +213,7 @@ class Engine:
 
     async def fill(self, client: DirectClient, storing: Storing, keys: list[bytes]) -> None:
         """Fill all rooms of a store and end it."""
-        walks_away = self.rng.random() < 0.1
+        walks_away = self.rng.random() < 0.2
         for room in storing.rooms:
             if walks_away and self.rng.random() < 0.4:
                 return
@@ -253,6 +253,12 @@ class Engine:
         """Take a prompt out of some places."""
         self.client.evict(self.known, self.keys(), self.places())
 
+    async def replace(self) -> None:
+        """Take a prompt out of everywhere and store it again at once, some times."""
+        for _ in range(self.rng.randint(1, 3)):
+            self.client.evict(self.known, self.keys())
+            await self.store()
+
     async def clear(self) -> None:
         """Take everything out of some places; of host memory alone most often, so that tiers are read."""
         places = ["cpu"] if self.rng.random() < 0.8 else self.places()
@@ -281,7 +287,8 @@ class Engine:
     OPERATIONS: Sequence[tuple[Callable[[Engine], Awaitable[None]], int]] = (
         (retrieve, 10),
         (store, 8),
-        (clear, 3),
+        (clear, 4),
+        (replace, 2),
         (prefetch, 2),
         (pin, 1),
         (evict, 2),

@@ -53,6 +53,8 @@ class Host:
         self.resting = False
         """Engines end what they are at, and begin nothing."""
         self.closing = False
+        self.pace = 1.0
+        """By what engines' pauses are longer, while somebody waits for another host."""
         self.dead = False
         self.operations = 0
         self.lent = Lent()

@@ -1,8 +1,9 @@
 """An event loop in virtual time: nothing waits, no thread runs, and the seed decides what comes first.
 
 Callbacks that are ready at the same time run in an order that is drawn, since on a real machine other threads, sockets
-and disks decide it. When none is ready, time jumps to the next timer. A callback belongs to the `Scope` in whose context
-it was made; those of a scope that has ended are dropped, as all that a process was about to do is when it is killed.
+and disks decide it; but tasks begin in the order in which they were made, as asyncio promises. When none is ready, time
+jumps to the next timer. A callback belongs to the `Scope` in whose context it was made; those of a scope that has ended
+are dropped, as all that a process was about to do is when it is killed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import heapq
 import math
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
@@ -59,12 +61,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         after_each: Called after every callback.
     """
 
-    _ready: list[asyncio.Handle]  # type: ignore[assignment]
+    _ready: list[asyncio.Handle | None]
     _scheduled: list[asyncio.TimerHandle]
 
     def __init__(self, rng: random.Random, trace: Trace, *, shuffled: bool, after_each: Callable[[], None]) -> None:
         super().__init__()
         self._ready = []
+        """None stands for the first of those that begin."""
+        self._begin: deque[asyncio.Handle] = deque()
         self._rng = rng
         self._trace = trace
         self._shuffled = shuffled
@@ -77,13 +81,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.failures: list[str] = []
         """Exceptions of callbacks and tasks that nobody has seen."""
         self.steps = 0
-        self.set_task_factory(self._make_task)  # type: ignore[arg-type]
+        self.set_task_factory(self._make_task)
 
     def time(self) -> float:
         """Virtual seconds since the run began."""
         return self._trace.now
 
-    def call_soon_threadsafe(
+    def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         """There are no other threads."""
@@ -142,7 +146,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             number = int(self._rng.random() * len(ready))
             ready[number], ready[-1] = ready[-1], ready[number]
             number = -1
-        handle = ready.pop(number)
+        handle = ready.pop(number) or self._begin.popleft()
         self._at_once += 1
         if self._at_once > MOST_AT_ONCE:
             raise SimulationError(f"runaway: {MOST_AT_ONCE} callbacks and no time has passed")
@@ -156,6 +160,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, loop: asyncio.AbstractEventLoop, work: Any, context: Context | None = None
     ) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, context=context)
+        first = self._ready.pop()
+        assert first is not None
+        self._begin.append(first)
+        self._ready.append(None)
         scope = _scope.get(self.world) if context is None else context.get(_scope, self.world)
         if not scope.tasks:
             self._scopes[scope] = None
@@ -173,10 +181,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 for task in pending:
                     task._log_destroy_pending = False  # type: ignore[attr-defined]
                     with suppress(BaseException):  # what it raises on its way out is nobody's any more
-                        task.get_coro().close()  # type: ignore[union-attr]
+                        task.get_coro().close()
                 for scope in self._scopes:
                     scope.tasks = [task for task in scope.tasks if task not in pending]
             self._ready.clear()
+            self._begin.clear()
             self._scheduled.clear()
         finally:
             asyncio._set_running_loop(None)

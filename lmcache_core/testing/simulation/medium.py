@@ -32,6 +32,10 @@ class Medium:
         """Bytes of all values."""
         return sum(len(value.data) for value in self.values.values())
 
+    def may_hold(self, key: ChunkKey) -> bool:
+        """Whether a value is there, or nobody is to blame if not."""
+        return key in self.values or key in self.harmed
+
     def put(self, chunk: Chunk, data: bytes) -> bool:
         """Store a value. Returns whether there was room."""
         older = self.values.get(chunk.key)

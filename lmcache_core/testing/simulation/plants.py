@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lmcache_core import frame
 from lmcache_core.breaker import Breaker
 from lmcache_core.direct import DirectClient
-from lmcache_core.errors import FrameError
-from lmcache_core.framing import Framer
 from lmcache_core.handles import Holding
 from lmcache_core.health import TierHealth
-from lmcache_core.hostpool import Slot
-from lmcache_core.index import Entry, Index
+from lmcache_core.index import Index
 from lmcache_core.index.decisions import Lease, Load, Write
 from lmcache_core.index.loading import Loading
 from lmcache_core.index.residency import Residency
@@ -26,7 +24,8 @@ from lmcache_core.tier import TierRunner
 
 __all__ = ["PLANTS", "planted"]
 
-Patch = tuple[type, str, Callable[..., Any]]
+Patch = tuple[Any, str, Callable[..., Any]]
+"""A class or module, what is changed of it, and into what."""
 
 
 def lost_release() -> list[Patch]:
@@ -140,20 +139,12 @@ def no_undo() -> list[Patch]:
 
 def no_verify() -> list[Patch]:
     """What a tier gives is not checked."""
-
-    async def verify(self: Framer, slot: Slot, entry: Entry) -> FrameError | None:
-        return None
-
-    return [(Framer, "verify", verify)]
+    return [(frame, "verify", lambda *_: None)]
 
 
 def no_seal() -> list[Patch]:
     """Slots are written without their header."""
-
-    async def seal(self: Framer, slot: Slot, entry: Entry) -> None:
-        slot.sealed = True
-
-    return [(Framer, "seal", seal)]
+    return [(frame, "seal", lambda *_: None)]
 
 
 def no_order() -> list[Patch]:

@@ -77,7 +77,7 @@ class Weather:
     def change(self) -> float:
         """Better or worse from now on; what hangs goes on, mostly."""
         rng = self._rng
-        self.mood = rng.choice((0.0, 0.0, 0.02, 0.1, 0.3, 1.0))
+        self.mood = rng.choice((0.0, 0.0, 0.05, 0.2, 0.5, 1.0))
         if rng.random() < 0.7:
             self.release()
         return self.mood
