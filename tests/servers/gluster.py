@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,19 @@ class Mount:
 
     path: Path
     process: Process
+
+    def freeze(self) -> None:
+        """Let it hang. Returns when none of its threads runs: what one of them has taken from the kernel before it
+        stops cannot be given up by whoever asked for it, not even by being killed."""
+        self.process.freeze()
+        tasks = Path("/proc", str(self.process.process.pid), "task")
+        until = time.monotonic() + 30
+        while {(each / "stat").read_text().rpartition(")")[2].split()[0] for each in tasks.iterdir()} != {"T"}:
+            assert time.monotonic() < until, "a stopped process runs"
+            time.sleep(0.002)
+
+    def thaw(self) -> None:
+        self.process.thaw()
 
 
 @dataclass

@@ -53,7 +53,6 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 STORES = """
 import sys
 from lmcache_core import Cache
-from lmcache_core.config import BreakerConfig
 from tests.node.kv import namespace, store
 with Cache.open(sys.argv[1], namespace()) as cache:
     assert store(cache, sys.argv[2])
@@ -196,7 +195,7 @@ async def test_a_chunk_that_one_host_uses_is_kept_for_all(shared: Two, monkeypat
 def frozen(volume: gluster.Volume) -> Iterator[gluster.Mount]:
     """The second mount, whose client process a test may freeze."""
     yield volume.two
-    volume.two.process.thaw()
+    volume.two.thaw()
 
 
 def test_a_mount_that_hangs_costs_its_deadline_and_is_used_again_when_it_goes_on(
@@ -210,7 +209,7 @@ def test_a_mount_that_hangs_costs_its_deadline_and_is_used_again_when_it_goes_on
         cache.clear(["cpu", "t1"])
         assert retrieve(cache, "abcdefgh") == 8
         cache.clear(["cpu", "t1"])
-        frozen.process.freeze()
+        frozen.freeze()
         start = time.monotonic()
         assert retrieve(cache, "abcdefgh") == 0
         assert time.monotonic() - start < 3
@@ -219,7 +218,7 @@ def test_a_mount_that_hangs_costs_its_deadline_and_is_used_again_when_it_goes_on
         cache.clear(["cpu"])
         assert retrieve(cache, "ijklmnop") == 8, "the other tier has it"
         assert time.monotonic() - start < 5
-        frozen.process.thaw()
+        frozen.thaw()
         until(lambda: cache.stats().tiers[0].up, SOON)
         until(lambda: retrieve(cache, "abcdefgh") == 8, SOON)
 
@@ -227,7 +226,6 @@ def test_a_mount_that_hangs_costs_its_deadline_and_is_used_again_when_it_goes_on
 HANGS = """
 import sys
 from lmcache_core import Cache
-from lmcache_core.config import BreakerConfig
 from tests.node.kv import namespace, retrieve, store
 with Cache.open(sys.argv[1], namespace()) as cache:
     assert store(cache, "abcdefgh")
@@ -254,7 +252,7 @@ def test_a_mount_that_hangs_does_not_hold_up_the_end_of_a_process(
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == "stored\n"
-            frozen.process.freeze()
+            frozen.freeze()
             start = time.monotonic()
             process.stdin.write("\n")
             process.stdin.flush()
@@ -263,7 +261,7 @@ def test_a_mount_that_hangs_does_not_hold_up_the_end_of_a_process(
             assert process.wait(30) == 0
             assert time.monotonic() - start < 20
         finally:
-            frozen.process.thaw()
+            frozen.thaw()
             process.kill()
 
 
@@ -273,7 +271,7 @@ async def test_what_hangs_keeps_its_buffer_until_it_has_ended_and_nothing_grows(
     chunk = make_chunk(make_key(1), MIB)
     async with opened(shared.two, threads=2) as backend:
         await backend.write([chunk])
-        frozen.process.freeze()
+        frozen.freeze()
         into = aligned_buffer(MIB)
         reading = asyncio.ensure_future(backend.read([chunk.key], [into]))
         done, _ = await asyncio.wait([reading], timeout=0.3)
@@ -281,7 +279,7 @@ async def test_what_hangs_keeps_its_buffer_until_it_has_ended_and_nothing_grows(
         reading.cancel()
         done, _ = await asyncio.wait([reading], timeout=0.3)
         assert not done, "its thread may write to the buffer still"
-        frozen.process.thaw()
+        frozen.thaw()
         done, _ = await asyncio.wait([reading], timeout=SOON)
         assert reading.cancelled()
         assert await value(backend, chunk.key, MIB) == chunk.data
