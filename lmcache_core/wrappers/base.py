@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar
 
 from lmcache_core.protocols import (
     Abortable,
+    Advises,
     Chunk,
     ChunkKey,
     CostlyProbes,
@@ -127,6 +128,12 @@ class _ForwardsCounters(_Forwards):
         return counters
 
 
+class _ForwardsAdvice(_Forwards):
+    def advice(self) -> Sequence[str]:
+        advice: Sequence[str] = self.inner.advice()
+        return advice
+
+
 class _ForwardsDescriptions(_Forwards):
     async def describe(self, space: bytes, manifest: bytes) -> None:
         await self.around("describe", 0, lambda: self.inner.describe(space, manifest))
@@ -157,6 +164,7 @@ _FORWARDING: tuple[tuple[Any, type[_Forwards]], ...] = (
     (RemembersUse, _ForwardsTouch),
     (ReportsUsage, _ForwardsUsage),
     (CountsEvents, _ForwardsCounters),
+    (Advises, _ForwardsAdvice),
     (Describes, _ForwardsDescriptions),
     (Abortable, _ForwardsAbort),
     (CostlyProbes, _ForwardsCost),

@@ -114,6 +114,9 @@ class ReferenceBackend:
     def usage(self) -> Usage:
         return Usage(len(self.medium.chunks), self.medium.nbytes, self.medium.capacity)
 
+    def advice(self) -> list[str]:
+        return ["reference: it forgets when the process ends; use a medium that does not"]
+
     def counters(self) -> Mapping[str, int]:
         return {"writes": self.writes}
 

@@ -38,6 +38,7 @@ CAPABILITIES: dict[Any, Any] = {
     protocols.RemembersUse: "touch",
     protocols.ReportsUsage: "usage",
     protocols.CountsEvents: "counters",
+    protocols.Advises: "advice",
     protocols.Describes: "describe manifests",
     protocols.Abortable: "abortable",
     protocols.CostlyProbes: "costly_probes",
@@ -118,6 +119,7 @@ async def test_answers_that_need_no_waiting_are_the_inner_ones() -> None:
         assert await wrapped.write([make_chunk(make_key(1), 4096)]) == [STORED]
         assert wrapped.usage() == inner.usage() == (1, 4096, None)
         assert wrapped.counters() == {"writes": 1}
+        assert wrapped.advice() == ["reference: it forgets when the process ends; use a medium that does not"]
         assert wrapped.abortable is True
         inner.abortable = False
         assert wrapped.abortable is False
