@@ -12,6 +12,7 @@ comma := ,
 PYTHON ?= $(or $(call find_python,3.11),python3)
 PYTHONS ?= 3.12 3.13
 PYTEST_ARGS ?=
+SEEDS ?= 1000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo test test-vllm test-py lint format docs bench bench-remote bench-vllm soak faults servers clean
+.PHONY: help setup demo test test-vllm test-py lint format docs bench bench-remote bench-vllm soak faults sim servers clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -62,6 +63,9 @@ bench-vllm: .venv-vllm/.stamp  ## measure time to first token in a real vLLM; re
 
 soak: .venv-vllm/.stamp  ## ten minutes of conversations and aborts on a real vLLM: nothing grows, what must hit hits
 	.venv-vllm/bin/python -m benchmarks.vllm.soak
+
+sim: setup  ## simulate whole nodes in virtual time; SEEDS=10000 runs so many seeds, PLANT=no-verify plants a mistake
+	$(BIN)/python -m lmcache_core.testing.simulation --seeds $(SEEDS) $(if $(PLANT),--plant $(PLANT))
 
 faults: setup servers  ## run the fault injection suite
 	$(BIN)/python -m benchmarks.faults
