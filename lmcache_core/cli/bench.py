@@ -8,6 +8,7 @@ import mmap
 import os
 import secrets
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -369,11 +370,19 @@ class PlainFile:
 
 
 def _temporary(directory: Path) -> int:
-    flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CLOEXEC
+    for more in (os.O_TMPFILE | os.O_DIRECT, os.O_TMPFILE):
+        with contextlib.suppress(OSError):
+            return os.open(directory, flags | more, 0o600)
+    fd, name = tempfile.mkstemp(dir=directory, prefix=".bench-")  # as on NFS
     try:
-        return os.open(directory, flags | os.O_DIRECT, 0o600)
-    except OSError:
-        return os.open(directory, flags, 0o600)
+        with contextlib.suppress(OSError):
+            direct = os.open(name, flags | os.O_DIRECT)
+            os.close(fd)
+            return direct
+        return fd
+    finally:
+        os.unlink(name)
 
 
 def _seconds(call: Callable[[], object]) -> float:

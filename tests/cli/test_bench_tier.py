@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -190,6 +192,23 @@ def test_percentiles_are_values_that_were_measured() -> None:
     assert [percentile(values, percent) for percent in (50, 90, 99)] == [50, 90, 99]
     assert [percentile([3.0], percent) for percent in (50, 99)] == [3, 3]
     assert [percentile([1.0, 2.0], percent) for percent in (50, 90)] == [1, 2]
+
+
+def test_a_plain_file_needs_no_help_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def without(path: Any, flags: int, *more: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "as on NFS")
+        return opened(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", without)
+    tier = load_config(write_config(tmp_path, disk(tmp_path))).config.tiers[0]
+    (tmp_path / "disk").mkdir()
+    limit = limit_of(tier, 1 << 20, 2)
+    assert limit.what == "plain file"
+    assert limit.put > 0 < limit.get
+    assert list((tmp_path / "disk").iterdir()) == []
 
 
 def test_a_server_elsewhere_has_no_limit_of_sockets(tmp_path: Path) -> None:
