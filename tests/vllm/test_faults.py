@@ -17,7 +17,7 @@ WARM = prompt(50, 300)
 THERE = 256
 TOKENS = 4
 SIDES = {"_scheduler": SchedulerSide, "_worker": WorkerSide}
-RESCUE = {"break_promise", "give_up", "give_up_on", "refuse", "take_loads", "turn_off"}
+RESCUE = {"break_promise", "give_up", "give_up_on", "refused", "take_loads", "turn_off"}
 """What is called when something has gone wrong. Twice at a time is not tested."""
 AT_OTHER_TIMES = {"close", "register", "reset"}
 METHODS = [
