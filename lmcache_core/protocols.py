@@ -29,8 +29,8 @@ __all__ = [
     "Describes",
     "KVView",
     "ReadResult",
-    "RegisteredKV",
     "ReadsShorter",
+    "RegisteredKV",
     "RemembersUse",
     "ReportsUsage",
     "Scannable",
@@ -165,7 +165,6 @@ class StorageBackend(Protocol):
 
 
 @runtime_checkable
-@runtime_checkable
 class ReadsShorter(Protocol):
     """Can read a value without knowing its size. Without this a tier's chunks cannot be compressed."""
 
@@ -180,6 +179,7 @@ class ReadsShorter(Protocol):
         ...
 
 
+@runtime_checkable
 class Scannable(Protocol):
     """Has a complete list of what it holds, at no cost of a round trip per chunk. The node indexes it at start and
     trusts its own index from then on, so nobody else may write the same keys."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks.faults.campaign import Campaign, Fault, Run, until
 from lmcache_core import Cache, Encoding, Group, GroupKind, Namespace
+from tests.servers import gluster as gluster_servers
 from tests.servers import redis as redis_servers
 from tests.servers import s3 as s3_servers
 from tests.servers.chaos import Chaos, chaos
@@ -321,6 +322,34 @@ def _s3(name: str, path: Path) -> Iterator[tuple[dict[str, Any], Bad]]:
 S3 = ("freezes", "is full", "revokes access")
 
 
+@contextmanager
+def _nfs(name: str, path: Path) -> Iterator[tuple[dict[str, Any], Bad]]:
+    with gluster_servers.volume(path / "gluster") as volume:
+        shared = volume.one.path / "kv"
+        tier = {"backend": "nfs", "path": str(shared)}
+
+        def damage() -> None:
+            for file in (volume.brick / "kv").rglob("*"):
+                if file.is_file() and file.stat().st_size > PAGE_BYTES and ".glusterfs" not in file.parts:
+                    with open(file, "r+b") as opened:
+                        opened.seek(PAGE_BYTES // 2)
+                        byte = opened.read(1)
+                        opened.seek(PAGE_BYTES // 2)
+                        opened.write(bytes([byte[0] ^ 0x55]))
+
+        bad = {
+            "freezes": Bad(volume.one.freeze, volume.one.thaw),
+            "flapping": Bad(volume.one.freeze, volume.one.thaw, turns=0.4),
+            "its server dies": Bad(volume.server.kill, volume.server.restart),
+            "its server freezes": Bad(volume.server.freeze, volume.server.thaw),
+            "wrong bytes": Bad(damage, lambda: None, keeps=False),
+        }
+        yield tier, bad[name]
+
+
+NFS = ("freezes", "flapping", "its server dies", "its server freezes", "wrong bytes")
+
+
 @dataclass(frozen=True)
 class Remote(Fault):
     """A fault of a tier that needs a server."""
@@ -343,4 +372,5 @@ def _faults(
 FAULTS: list[Fault] = [
     *_faults("redis", (*REDIS, *NETWORK), _redis, partial(redis_servers.lacking, "valkey"), 3, 5.0),
     *_faults("s3", (*S3, *NETWORK), _s3, s3_servers.lacking, 2, 9.0),
+    *_faults("nfs", NFS, _nfs, gluster_servers.lacking, 2, 5.0),
 ]

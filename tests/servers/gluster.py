@@ -61,6 +61,9 @@ class Volume:
 
     one: Mount
     two: Mount
+    brick: Path
+    """Where the server keeps what is stored, as files."""
+    server: Process
     true: Mount
     """Believes nothing that it has not just asked the server for; the others may be a second behind."""
 
@@ -82,7 +85,7 @@ def volume(directory: Path) -> Iterator[Volume]:
         stack.enter_context(running(server))
         one, two = (stack.enter_context(_mounted(directory, name)) for name in ("one", "two"))
         never = ("--entry-timeout=0", "--attribute-timeout=0", "--negative-timeout=0", "--direct-io-mode=enable")
-        yield Volume(one, two, stack.enter_context(_mounted(directory, "true", "true.vol", *never)))
+        yield Volume(one, two, brick, server, stack.enter_context(_mounted(directory, "true", "true.vol", *never)))
 
 
 @contextmanager

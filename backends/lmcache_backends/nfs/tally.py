@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from lmcache_core import tally
 
 __all__ = ["Tally"]
 
@@ -23,16 +23,8 @@ NAMES = (
 )
 
 
-class Tally:
-    """Counts from any thread."""
+class Tally(tally.Tally):
+    """Counts those."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts = dict.fromkeys(NAMES, 0)
-
-    def add(self, name: str, number: int = 1) -> None:
-        with self._lock:
-            self._counts[name] += number
-
-    def counts(self) -> dict[str, int]:
-        return dict(self._counts)
+        super().__init__(NAMES)

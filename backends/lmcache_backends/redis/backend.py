@@ -150,12 +150,12 @@ def _into(view: memoryview) -> Parse[ReadResult]:
     return lambda connection: connection.value_into(view)
 
 
+def _within(view: memoryview) -> Parse[int | ReadResult]:
+    return lambda connection: connection.value_within(view)
+
+
 def _written(connection: RespSocket) -> WriteResult | ErrorReply:
     reply = connection.reply()
     if isinstance(reply, ErrorReply):
         return WriteResult.FULL if reply.code == "OOM" else reply
     return WriteResult.STORED
-def _within(view: memoryview) -> Parse[int | ReadResult]:
-    return lambda connection: connection.value_within(view)
-
-

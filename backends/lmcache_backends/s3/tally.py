@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lmcache_core import tally
+
 __all__ = ["Tally"]
 
 NAMES = (
@@ -20,14 +22,8 @@ NAMES = (
 )
 
 
-class Tally:
-    """Counts on the event loop."""
+class Tally(tally.Tally):
+    """Counts those."""
 
     def __init__(self) -> None:
-        self._counts = dict.fromkeys(NAMES, 0)
-
-    def add(self, name: str, number: int = 1) -> None:
-        self._counts[name] += number
-
-    def counts(self) -> dict[str, int]:
-        return dict(self._counts)
+        super().__init__(NAMES)
