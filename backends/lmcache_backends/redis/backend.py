@@ -119,8 +119,8 @@ class RedisBackend:
             return ["redis: the server refuses chunks once it is full; set maxmemory-policy allkeys-lru there"]
         if policy.startswith("volatile-") and not self._ttl_ms:
             return [
-                f"redis: maxmemory-policy {policy} evicts only what has a ttl, and chunks have none: the server refuses "
-                "them once it is full; set maxmemory-policy allkeys-lru there, or write ttl: 7d"
+                f"redis: maxmemory-policy {policy} evicts only what has a ttl, and chunks have none: the server "
+                "refuses them once it is full; set maxmemory-policy allkeys-lru there, or write ttl: 7d"
             ]
         return []
 
