@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.calls import lookups_beside_a_busy_thread, overhead
+from benchmarks.coding import ROWS as CODING_ROWS
+from benchmarks.coding import coding
 from benchmarks.disks import ROWS as DISK_ROWS
 from benchmarks.disks import disk
 from benchmarks.harness import FULL, QUICK, Row, Scale
@@ -57,6 +59,8 @@ BARS = {
     "node.retrieve.16": 0.7,
     "node.store.64": 0.7,
     "node.retrieve.64": 0.7,
+    "coding.encrypt.32": 0.25,
+    "coding.decrypt.32": 0.25,
 }
 """The ratio that a row should reach at least."""
 
@@ -85,6 +89,7 @@ SUITES: dict[Callable[[Scale], Iterator[Row]], Sequence[str]] = {
     ],
     quiet: ["store.cpu.16", "retrieve.cpu.16", "store.cpu.64", "retrieve.cpu.64"],
     beside_a_busy_thread: ["store.busy", "retrieve.busy"],
+    coding: CODING_ROWS,
     disk: DISK_ROWS,
     restart: ["restart.first_hit_s"],
     node: NODE_ROWS,

@@ -24,8 +24,9 @@ Header, little endian, all of it covered by the checksum in it::
 
 The payload is `[shard][page][layer][bytes]`; the first k pages of a shard are a prefix of it. In a coded frame the
 stored bytes of its pages follow each other in that order. A page is never stored in more bytes than it has, and one
-that has as many is stored uncoded; so a coded frame is never larger than the plain one. The header's size is the same
-for all codings.
+that has as many is stored uncoded; so a coded frame is never larger than the plain one. A compressed page is its blocks
+of 256 KiB, each compressed by itself or, where it does not shrink, as it is, one behind the other, and then their
+lengths, 4 bytes each. The header's size is the same for all codings.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ class Codec(enum.IntEnum):
 
     NONE = 0
     LZ4 = 1
-    """One block of LZ4, without its size."""
+    """Blocks of LZ4, without their sizes."""
     ZSTD = 2
-    """One frame of Zstandard, with its size."""
+    """Frames of Zstandard, with their sizes."""
 
 
 class Coding(NamedTuple):

@@ -1,4 +1,4 @@
-"""Codecs for single pages. Each lets other threads run while it works."""
+"""Codecs for blocks of pages. Each lets other threads run while it works."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ZSTD_LEVEL = 1
 
 
 class PageCodec(Protocol):
-    """Compresses pages. An instance is used by one thread at a time."""
+    """Compresses blocks. An instance is used by one thread at a time."""
 
-    def compress(self, page: memoryview) -> bytes:
-        """The page, compressed; may be longer than it."""
+    def compress(self, block: memoryview) -> bytes:
+        """The block, compressed; may be longer than it."""
         ...
 
     def decompress(self, packed: memoryview, nbytes: int) -> bytes:
-        """The page of `nbytes` bytes that was compressed. Never takes memory for more than that.
+        """The block of `nbytes` bytes that was compressed. Never takes memory for more than that.
 
         Raises:
-            ValueError: It is no such page.
+            ValueError: It is no such block.
         """
         ...
 
@@ -41,19 +41,19 @@ def load_codec(codec: Codec) -> Callable[[], PageCodec]:
 
 
 def _lz4() -> Callable[[], PageCodec]:
-    from lz4 import block
+    from lz4 import block as lz4
 
     class Lz4:
-        def compress(self, page: memoryview) -> bytes:
-            packed: bytes = block.compress(page, store_size=False)
+        def compress(self, block: memoryview) -> bytes:
+            packed: bytes = lz4.compress(block, store_size=False)
             return packed
 
         def decompress(self, packed: memoryview, nbytes: int) -> bytes:
             try:
-                page: bytes = block.decompress(packed, uncompressed_size=nbytes)
-            except block.LZ4BlockError as error:
+                found: bytes = lz4.decompress(packed, uncompressed_size=nbytes)
+            except lz4.LZ4BlockError as error:
                 raise ValueError(str(error)) from None
-            return _exact(page, nbytes)
+            return _exact(found, nbytes)
 
     return Lz4
 
@@ -66,8 +66,8 @@ def _zstd() -> Callable[[], PageCodec]:
             self._compress = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress
             self._decompress = zstandard.ZstdDecompressor().decompress
 
-        def compress(self, page: memoryview) -> bytes:
-            return self._compress(page)
+        def compress(self, block: memoryview) -> bytes:
+            return self._compress(block)
 
         def decompress(self, packed: memoryview, nbytes: int) -> bytes:
             try:
@@ -81,7 +81,7 @@ def _zstd() -> Callable[[], PageCodec]:
     return Zstd
 
 
-def _exact(page: bytes, nbytes: int) -> bytes:
-    if len(page) != nbytes:
-        raise ValueError(f"{len(page)} bytes instead of {nbytes}")
-    return page
+def _exact(block: bytes, nbytes: int) -> bytes:
+    if len(block) != nbytes:
+        raise ValueError(f"{len(block)} bytes instead of {nbytes}")
+    return block

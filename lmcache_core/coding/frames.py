@@ -1,9 +1,10 @@
-"""Encoding and decoding of whole frames. Heavy calls are made per page, and each lets other threads run."""
+"""Encoding and decoding of whole frames. Heavy calls are made per page, or block of one, and let other threads run."""
 
 from __future__ import annotations
 
 import enum
 import os
+import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +19,13 @@ from lmcache_core.frame import Codec, Coding, FrameShape, Page
 if TYPE_CHECKING:
     from lmcache_core.coding.cipher import Key, Keyring
 
-__all__ = ["Encoded", "Subject", "Unreadable", "decode", "encode"]
+__all__ = ["BLOCK", "Encoded", "Subject", "Unreadable", "decode", "encode"]
+
+
+BLOCK = 256 << 10
+"""Bytes that are compressed at once. Results come in memory of their own: from a MiB on that would be fresh memory each
+time, whose pages cost more than the codec, and copying it would keep the GIL for long."""
+_LENGTH = 4
 
 
 class Subject(NamedTuple):
@@ -120,7 +127,10 @@ def decode(buffer: memoryview, nbytes: int, subject: Subject, keys: Keyring | No
             raise frame.damaged(form, number)
         if codec is not None:
             start = form.header_bytes + number * form.page_bytes
-            _unpack(place, buffer[start : start + form.page_bytes], codec, form, number)
+            try:
+                _unpack(place, buffer[start : start + form.page_bytes], codec)
+            except ValueError:
+                raise frame.damaged(form, number) from None
     if coding != frame.PLAIN:
         frame.seal(buffer, *subject)
     return "" if key is None else key.tenant
@@ -131,24 +141,56 @@ def _compress(payload: memoryview, into: memoryview, size: int, codec: PageCodec
     lengths = []
     at = 0
     for start in range(0, payload.nbytes, size):
-        page = payload[start : start + size]
-        packed: bytes | memoryview = codec.compress(page)
-        if len(packed) >= size:
-            packed = page
-        _copy(into[at : at + len(packed)], packed)
-        lengths.append(len(packed))
-        at += len(packed)
+        lengths.append(_pack(payload[start : start + size], into[at:], codec))
+        at += lengths[-1]
     return lengths
 
 
-def _unpack(place: memoryview, into: memoryview, codec: PageCodec, form: FrameShape, number: int) -> None:
-    page: bytes | memoryview = place
-    if place.nbytes < into.nbytes:
-        try:
-            page = codec.decompress(place, into.nbytes)
-        except ValueError:
-            raise frame.damaged(form, number) from None
-    _copy(into, page)
+def _pack(page: memoryview, into: memoryview, codec: PageCodec) -> int:
+    size = page.nbytes
+    room = size - _LENGTH * -(-size // BLOCK)
+    lengths: list[int] = []
+    at = 0
+    for start in range(0, size, BLOCK):
+        block = page[start : start + BLOCK]
+        packed: bytes | memoryview = codec.compress(block)
+        if len(packed) >= block.nbytes:
+            packed = block
+        if at + len(packed) >= room:
+            _copy(into[:size], page)
+            return size
+        _copy(into[at : at + len(packed)], packed)
+        at += len(packed)
+        lengths.append(len(packed))
+    table = struct.pack(f"<{len(lengths)}I", *lengths)
+    into[at : at + len(table)] = table
+    return at + len(table)
+
+
+def _unpack(place: memoryview, into: memoryview, codec: PageCodec) -> None:
+    """Put the page that is stored at a place where it belongs, which may begin at the same byte or behind it.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if place.nbytes == into.nbytes:
+        _copy(into, place)
+        return
+    count = -(-into.nbytes // BLOCK)
+    end = place.nbytes - _LENGTH * count
+    if end < count:
+        raise ValueError("it has no room for its table")
+    lengths = struct.unpack(f"<{count}I", place[end:])
+    if sum(lengths) != end:
+        raise ValueError("its table contradicts its length")
+    for number in range(count - 1, -1, -1):  # no block is stored behind its place either
+        block = into[number * BLOCK : (number + 1) * BLOCK]
+        length = lengths[number]
+        if not 0 < length <= block.nbytes:
+            raise ValueError("a block is longer than it can be")
+        packed = place[end - length : end]
+        end -= length
+        _copy(block, packed if length == block.nbytes else codec.decompress(packed, block.nbytes))
 
 
 def _digests(payload: memoryview, lengths: Sequence[int]) -> list[Page]:

@@ -20,6 +20,9 @@ tiers:
 """
 
 
+GOOD_KEY = "MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE="
+
+
 class Mistake(NamedTuple):
     """A text and what must be in the error, in this order."""
 
@@ -28,6 +31,28 @@ class Mistake(NamedTuple):
 
 
 MISTAKES = {
+    "a key that is too short": Mistake(
+        DISK + "    cipher:\n      key: c2hvcnQ=\n",
+        ("tiers.yaml:6: ", "tiers[0].cipher.key", "has 5 bytes instead of 32", "openssl rand -base64 32", "${file:"),
+    ),
+    "a key in hex": Mistake(
+        DISK + f"    cipher:\n      key: {GOOD_KEY}\n      older:\n        - '{'0f' * 32}'\n",
+        ("tiers.yaml:8: ", "tiers[0].cipher.older[0]", "has 48 bytes instead of 32"),
+    ),
+    "a passphrase for a key": Mistake(
+        DISK + f"    cipher:\n      key: {GOOD_KEY}\n      tenants:\n        acme: correct horse battery staple!\n",
+        ("tiers.yaml:8: ", "tiers[0].cipher.tenants.acme", "is not base64"),
+    ),
+    "a cipher without a key": Mistake(
+        DISK + "    cipher: {older: []}\n", ("tiers.yaml:5: ", "tiers[0].cipher lacks the key 'key' (text)")
+    ),
+    "a key of a tenant that is no name": Mistake(
+        DISK + f"    cipher: {{key: {GOOD_KEY}, tenants: {{'a b': {GOOD_KEY}}}}}\n",
+        ("tiers.yaml:5: ", "tiers[0].cipher.tenants.a b", "is no name"),
+    ),
+    "a codec that there isn't": Mistake(
+        DISK + "    codec: zst\n", ("tiers.yaml:5: ", "tiers[0].codec", "write one of none, lz4, zstd", "'zstd'")
+    ),
     "unknown key in a tier": Mistake(
         DISK + "    admitt: always\n",
         ("tiers.yaml:5: ", "unknown key 'admitt' in tiers[0]", "did you mean 'admit'?"),
@@ -427,6 +452,17 @@ def test_a_mistake_in_text_and_in_a_mapping() -> None:
         ("'redis://u:hunter2@h': 1\n", "hunter2"),
         ("'redis://u:hunter2@h': 1\n'redis://u:hunter2@h': 1\n", "hunter2"),
         ("tiers: [{backend: fakeremote, url: a, pool: '${env:SECRET}'}]\n", "hunter2"),
+        ("tiers: [{backend: fakeremote, url: a, cipher: {key: hunter2}}]\n", "hunter2"),
+        ("tiers: [{backend: fakeremote, url: a, cipher: hunter2}]\n", "hunter2"),
+        ("tiers: [{backend: fakeremote, url: a, cipher: {key: [hunter2]}}]\n", "hunter2"),
+        (f"tiers: [{{backend: fakeremote, url: a, cipher: {{key: {GOOD_KEY}, older: [hunter2]}}}}]\n", "hunter2"),
+        (f"tiers: [{{backend: fakeremote, url: a, cipher: {{key: {GOOD_KEY}, older: hunter2}}}}]\n", "hunter2"),
+        (
+            f"tiers: [{{backend: fakeremote, url: a, cipher: {{key: {GOOD_KEY}, tenants: {{a: hunter2}}}}}}]\n",
+            "hunter2",
+        ),
+        (f"tiers: [{{backend: fakeremote, url: a, cipher: {{key: {GOOD_KEY}, oldr: []}}}}]\n", GOOD_KEY),
+        (f"tiers: [{{backend: fakeremote, url: a, cipher: {{key: {GOOD_KEY}}}, read_timeout: 0}}]\n", GOOD_KEY),
     ],
 )
 def test_errors_do_not_show_secrets(text: str, secret: str) -> None:

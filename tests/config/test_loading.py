@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import msgspec
 import pytest
 
 from lmcache_core.config import (
     BreakerConfig,
+    CipherConfig,
     Config,
     CpuConfig,
     InvalidSetting,
@@ -289,6 +292,41 @@ def test_secrets_come_from_the_environment_and_files(work_directory: Path) -> No
     for text in (repr(loaded), repr(config), repr(config.tiers[0]), repr(options), str(show(loaded))):
         for secret in ("hunter2", "acme", "literal"):
             assert secret not in text
+
+
+def test_keys_are_never_shown(work_directory: Path) -> None:
+    first, second, third = (base64.b64encode(bytes([number]) * 32).decode() for number in range(3))
+    (work_directory / "key").write_text(f"{first}\n")
+    loaded = load(
+        f"""
+        tiers:
+          - backend: fakeremote
+            url: x
+            cipher:
+              key: ${{file:{work_directory}/key}}
+              older: [{second}]
+              tenants: {{acme: {third}}}
+        """,
+        LMCACHE_CORE_TIERS__0__CIPHER__TENANTS__UMBRELLA=first,
+    )
+    found = loaded.config.tiers[0].cipher
+    assert found is not None
+    assert found == CipherConfig(first, (second,), {"acme": third, "umbrella": first})
+    values = shown(loaded)
+    assert values["tiers[0].cipher.key"] == ("***", "tiers.yaml:6")
+    assert values["tiers[0].cipher.older"] == ("***", "tiers.yaml:7")
+    assert values["tiers[0].cipher.tenants"][0] == "***"
+    for text in (repr(loaded), repr(loaded.config), repr(found), str(show(loaded)), str(found)):
+        for secret in (first, second, third):
+            assert secret not in text
+    check(loaded.config)
+    code = TierConfig(backend="x", cipher=CipherConfig("short"))
+    with pytest.raises(InvalidSetting, match=r"cipher\.key: what is given (is not base64|has \d+ bytes)") as caught:
+        check(Config(tiers=(code,)))
+    assert "short" not in str(caught.value)
+    wrong: Any = TierConfig(backend="x", cipher="key")  # type: ignore[arg-type]
+    with pytest.raises(InvalidSetting, match=r"tiers\[0\]\.cipher: .*write CipherConfig"):
+        check(Config(tiers=(wrong,)))
 
 
 def test_a_reference_may_stand_in_an_override() -> None:
