@@ -11,7 +11,7 @@ from lmcache_core.frame import Codec
 __all__ = ["PageCodec", "load_codec"]
 
 ZSTD_LEVEL = 1
-"""KV is numbers: higher levels find hardly more in it, and take several times as long."""
+"""KV has no repetitions: all that is found are frequent bytes, which higher levels find no better."""
 
 
 class PageCodec(Protocol):

@@ -102,8 +102,9 @@ class TierConfig(_Section, frozen=True, forbid_unknown_fields=True):
     quarantine: ByteSize = 2**30
     """Bytes in buffers whose I/O is past its deadline before the tier counts as down."""
     codec: Literal["none", "lz4", "zstd"] = "none"
-    """How chunks are compressed here: not at all (`none`), a little at little cost (`lz4`), or more (`zstd`). What
-    would not shrink by a tenth is stored as it is. The backend must be able to read values of any size."""
+    """How chunks are compressed here: not at all (`none`), where they are empty (`lz4`), or by what their number type
+    allows (`zstd`). What would not shrink by a tenth is stored as it is. The backend must be able to read values of any
+    size."""
     cipher: CipherConfig | None = None
     """Keys that chunks are encrypted with here; without it they are not."""
     options: Any = None

@@ -11,13 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lmcache_backends.cpu import CpuBackend, CpuOptions
+from lmcache_backends.disk.backend import DiskBackend
+from lmcache_backends.disk.inspection import inspect_path
+from lmcache_backends.disk.options import DiskOptions
 from lmcache_core import frame, tier
+from lmcache_core.cli.verification import verify_entries
 from lmcache_core.coding import coder, recipe
 from lmcache_core.coding.cipher import Key
 from lmcache_core.coding.worth import AGAIN, TRIES
@@ -182,6 +187,23 @@ def test_plain_chunks_on_an_encrypted_tier_are_misses_and_stay(caplog: pytest.Lo
         assert len([1 for record in caplog.records if "is not encrypted" in record.getMessage()]) == 1
         store(cache, "abcd")
     assert sorted(frame.read_header(value).coding.encrypted for _, value in shelf.values.values()) == [False, True]
+
+
+def test_an_encrypted_disk_survives_a_restart_and_can_be_inspected(tmp_path: Path) -> None:
+    def disk() -> DiskBackend:
+        return DiskBackend(DiskOptions(path=str(tmp_path / "kv"), capacity=16 << 20, min_free=0))
+
+    with open_cache(disk(), tiers=[cipher()]) as cache:
+        store(cache, "abcd")
+        store(cache, "efgh")
+        pages = plaintext("abcd", cache) + plaintext("efgh", cache)
+    files = b"".join(file.read_bytes() for file in (tmp_path / "kv").rglob("*") if file.is_file())
+    assert not any(page[at : at + 12] in files for page in pages for at in range(0, PAGE_BYTES, 64))
+    found = inspect_path(tmp_path / "kv")
+    assert len(list(found.entries())) == 2
+    assert verify_entries(tmp_path / "kv", found.entries(), lambda nbytes: None) == []
+    with open_cache(disk(), tiers=[cipher("b", "a")]) as cache:
+        assert [retrieve(cache, "abcd"), retrieve(cache, "efgh")] == [4, 4]
 
 
 def test_what_was_changed_is_deleted() -> None:

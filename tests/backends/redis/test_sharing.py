@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
 
 from lmcache_core import Cache
-from tests.node.kv import CHUNK_FRAME, CHUNK_TOKENS, PAGE_TOKENS, namespace, retrieve, until
+from tests.node import kv
+from tests.node.kv import (
+    CHUNK_FRAME,
+    CHUNK_TOKENS,
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    namespace,
+    retrieve,
+    store,
+    tokens,
+    until,
+)
 from tests.servers.redis import Valkey
 
 ROOT = Path(__file__).parents[3]
@@ -44,6 +60,27 @@ def test_a_bit_that_was_changed_on_the_server_is_a_miss_and_the_chunk_is_deleted
         assert retrieve(cache, "abcdefghij") == 4
         assert cache.stats().counts["corrupt_chunks"] == {"redis": 1}
         until(lambda: not valkey.run("EXISTS", name))
+
+
+def test_chunks_are_compressed_and_encrypted(
+    valkey: Valkey, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def page(key: bytes, group: int = 0) -> Any:
+        return np.resize(np.frombuffer(key, np.uint8), PAGE_BYTES)
+
+    monkeypatch.setattr(kv, "page", page)
+    file = configured(tmp_path, valkey, prefix)
+    key = base64.b64encode(bytes(range(32))).decode()
+    file.write_text(f"{file.read_text()}    codec: zstd\n    cipher: {{key: {key}}}\n")
+    with Cache.open(file, namespace()) as cache:
+        assert store(cache, "abcdefghij")
+        prompt = cache.prompt(tokens("abcdefghij"))
+        names = [f"{prefix}:{cache.namespace.space(0).hex()}:{prompt.keys[last].hex()}" for last in (3, 7, 9)]
+    values = [valkey.run("GET", name) for name in names]
+    assert [len(value) for value in values] == [8192] * 3
+    assert not any(prompt.keys[number][:12] in value[4096:] for number in range(10) for value in values)
+    with Cache.open(file, namespace()) as cache:
+        assert retrieve(cache, "abcdefghij") == 10
 
 
 def configured(directory: Path, server: Valkey, prefix: str) -> Path:
