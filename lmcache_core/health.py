@@ -32,7 +32,7 @@ class TierHealth:
         events: Whom to tell.
         log: For faults.
         busy: Whether anything is under way that must end before the backend can be closed.
-        stopped: Called when the tier cannot be used any more.
+        stopped: Called when the tier cannot be used any more, and before it is listed again.
     """
 
     def __init__(
@@ -46,6 +46,8 @@ class TierHealth:
         stopped: Callable[[], None],
     ) -> None:
         self.up = False
+        self.listing = False
+        """It is being told what the backend holds; what it held before has been forgotten."""
         self.why = ""
         """The last failure."""
         self.quarantined = 0
@@ -83,9 +85,14 @@ class TierHealth:
         self._attempt += 1
         await self.calls.bounded(self._backend.open(), OPEN_TIMEOUT)
         await self._events.reset(self._number)
-        if isinstance(self._backend, Scannable):
-            await self.calls.bounded(self._scan(self._backend, self._attempt), until - loop.time())
-            await self._ask_for_manifests()
+        self._stopped()  # what has been put off is about what it held before
+        self.listing = True
+        try:
+            if isinstance(self._backend, Scannable):
+                await self.calls.bounded(self._scan(self._backend, self._attempt), until - loop.time())
+                await self._ask_for_manifests()
+        finally:
+            self.listing = False
         self.up = True
         self._events.opened(self._number)
 

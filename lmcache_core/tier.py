@@ -161,6 +161,8 @@ class TierRunner:
     def _refuse(self, mutation: Mutation) -> None:
         if isinstance(mutation, Write):
             self._events.wrote(mutation, None, 0.0)
+        elif isinstance(mutation, Delete) and self.health.listing:  # of what has just been found
+            self._undeleted.update(dict.fromkeys(mutation.keys))
 
     def _stop_queues(self) -> None:
         self._undeleted.clear()
@@ -309,7 +311,7 @@ class TierRunner:
                     return  # it waited for memory that others have not given back
                 evict = [key for write in writes for key in write.evict]
                 if evict:
-                    await self.health.calls.call(self.backend.delete(evict), self.config.write_timeout)
+                    await self._delete(evict)
                 chunks = [
                     Chunk(write.entry.chunk_key, value, write.entry.pages, write.entry.parent)
                     for write, value in zip(writes, values, strict=True)
@@ -331,20 +333,26 @@ class TierRunner:
             for write, result in zip(writes, results, strict=True):
                 self._events.wrote(write, result, (loop.time() - started) / len(writes))
 
-    async def _change(self, mutation: Mutation, late: _Late) -> None:
-        work = self._verb(mutation)
+    async def _delete(self, keys: Sequence[ChunkKey]) -> None:
+        """Delete, or note that it must be made up for: nobody else knows of these any more."""
         try:
-            if work is not None:
+            await self.health.calls.call(self.backend.delete(keys), self.config.write_timeout)
+        except (BackendError, ConfigError, TimeoutError):
+            if self.up:  # else it is scanned anew, and what is there is there
+                self._undeleted.update(dict.fromkeys(keys))
+            raise
+
+    async def _change(self, mutation: Mutation, late: _Late) -> None:
+        try:
+            if isinstance(mutation, Delete):
+                await self._delete(mutation.keys)
+            elif (work := self._verb(mutation)) is not None:
                 await self.health.calls.call(work, self.config.write_timeout)
         except (BackendError, ConfigError, TimeoutError) as error:
-            if isinstance(mutation, Delete) and self.up:  # else it is scanned anew, and what is there is there
-                self._undeleted.update(dict.fromkeys(mutation.keys))
             if not late.late:
                 self.health.failed(error, "failed")
 
     def _verb(self, mutation: Mutation) -> Coroutine[Any, Any, None] | None:
-        if isinstance(mutation, Delete):
-            return self.backend.delete(mutation.keys)
         if isinstance(mutation, Touch) and isinstance(self.backend, RemembersUse):
             return self.backend.touch(mutation.keys)
         if isinstance(mutation, Describe) and isinstance(self.backend, Describes):

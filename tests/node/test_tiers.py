@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from lmcache_core.health import TierHealth
 from lmcache_core.index import Entry
 from lmcache_core.index.tiers import TierState
 from lmcache_core.namespace import Namespace
-from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
+from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, Stored, WriteResult
 from lmcache_core.wrappers import Corrupting, Faulty, Slow
 from tests.node.kv import (
     CHUNK_FRAME,
@@ -317,6 +318,50 @@ def test_a_delete_that_failed_is_not_made_up_for_when_the_chunk_has_been_stored_
         assert cache.flush(10)
         cache.clear(["cpu"])
         assert retrieve(cache, "abcd") == 4
+        at_rest(cache)
+
+
+def test_what_could_not_make_room_is_deleted_later() -> None:
+    shelf = Shelf()
+    faulty = Faulty(shelf, {"delete": lambda _, call: call == 1}, error=BackendError)
+    with open_cache(faulty, tiers=[{"capacity": CHUNK_FRAME}]) as cache:
+        assert store(cache, "abcd")
+        assert not store(cache, "efgh")
+        assert store(cache, "ijkl")
+        assert cache.flush(10)
+        assert [key.page for key in shelf.values] == [cache.prompt(tokens("ijkl")).keys[-1]]
+        at_rest(cache)
+
+
+class Listed(Shelf):
+    """Stops in the middle of its list, from the second time on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listing = threading.Event()
+        self.go_on = threading.Event()
+
+    async def scan(self) -> AsyncIterator[Sequence[Stored]]:
+        async for batch in super().scan():
+            yield batch
+        if self.opened > 1:
+            self.listing.set()
+            await asyncio.to_thread(self.go_on.wait, 10)
+
+
+def test_what_is_cleared_while_a_tier_is_listed_is_deleted_when_it_is_back() -> None:
+    shelf = Listed()
+    with open_cache(shelf, tiers=[{"breaker": QUICK}]) as cache:
+        assert store(cache, "abcd")
+        node = cache.client.node  # type: ignore[attr-defined]
+        node.start(_trip(node.runners[0].health)).result(10)
+        assert shelf.listing.wait(10)
+        cache.clear()
+        shelf.go_on.set()
+        until(lambda: cache.stats().tiers[0].up)
+        assert store(cache, "efgh")
+        assert cache.flush(10)
+        assert [key.page for key in shelf.values] == [cache.prompt(tokens("efgh")).keys[-1]]
         at_rest(cache)
 
 
