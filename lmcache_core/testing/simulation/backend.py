@@ -121,7 +121,7 @@ class SimulatedBackend:
             return ReadResult.HIT
         buffer[:] = data
         if fate is Fate.DAMAGES:
-            at = self._rng.randrange(len(buffer))
+            at = self._rng.randrange(self._rng.choice((0, ALIGN)), ALIGN + len(buffer) // 32)
             buffer[at] ^= 1 << self._rng.randrange(8)
         return ReadResult.HIT
 

@@ -127,8 +127,13 @@ class Watcher:
             self._hold(not runner.health.quarantined, f"{tier.rules.name}: quarantine is not over")
 
     def empty(self) -> None:
-        """After a clear nothing is left."""
+        """After a clear nothing is left, nor on a medium but for what a delete has failed to remove."""
         self._hold(self.node.pool.used == 0, f"{self.node.pool.used} bytes of the pool are used by nothing")
         index = self.node.guard.index
         left = [entry for entry in self.entries() if entry.where & index.readable]
         self._hold(not left, f"a clear has left {left[:3]}")
+        for runner, backend in zip(self.node.runners, self.backends, strict=True):
+            if isinstance(backend, LocalBackend):
+                there = [key for key in backend.medium.values if key.space in index.spaces]
+                orphans = [key for key in there if key not in runner._undeleted]
+                self._hold(not orphans, f"{runner.config.name}: {len(orphans)} values are there and nobody knows")

@@ -33,16 +33,17 @@ class DrawnTier:
 
 def draw_tier(rng: random.Random, number: int) -> DrawnTier:
     """A tier. Its times are short beside what a bad medium takes."""
-    capacity = rng.choice((None, None, 2, 3, 6))
-    room = rng.choice((None, None, None, 2, 4))
+    capacity = rng.choice((None, None, None, 2, 4, 8))
+    room = rng.choice((None, None, None, 2, 6))
+    cooldown = rng.choice((0.01, 0.05, 0.3))
     breaker = BreakerConfig(
-        failures=rng.choice((1, 2, 3, 50)), cooldown=rng.choice((0.1, 0.5, 1.0)), max_cooldown=rng.choice((1.0, 4.0))
+        failures=rng.choice((1, 2, 3, 50)), cooldown=cooldown, max_cooldown=cooldown * rng.choice((1, 4, 16))
     )
     config = TierConfig(
         backend="simulated",
         name=f"t{number}",
         capacity=capacity and capacity * CHUNK_BYTES,
-        write=rng.choice(("through", "through", "through", "evict", "never")),
+        write=rng.choice(("through", "through", "through", "through", "evict", "evict", "never")),
         admit=rng.choice(("always", "always", "always", "second-touch")),
         policy=rng.choice(("lru", "lru", "s3fifo")),
         min_prompt=rng.choice((0, 0, 0, 5 * PAGE_TOKENS)),
@@ -63,7 +64,7 @@ def draw_config(rng: random.Random, tiers: Sequence[DrawnTier]) -> Config:
     if rng.random() < 0.2:
         shares = (ShareConfig(tenant="x", weight=2.0, cpu=2 * CHUNK_BYTES),)
     pool = CpuConfig(
-        capacity=rng.choice((1, 2, 3, 4, 6, 10)) * CHUNK_BYTES,
+        capacity=rng.choice((2, 4, 8, 16, 32)) * CHUNK_BYTES,
         policy=rng.choice(("lru", "s3fifo")),
     )
     return Config(

@@ -97,8 +97,11 @@ class Engine:
             return False
         return future.result()
 
-    def keys(self) -> list[bytes]:
-        """A prompt."""
+    def keys(self, *, stored: bool = True) -> list[bytes]:
+        """A prompt, mostly one that was stored not long ago if it shall be `stored`."""
+        recent = self.host.recent
+        if stored and recent and self.rng.random() < 0.8:
+            return self.rng.choice(recent)
         return prompt(self.rng)
 
     def places(self) -> Sequence[str] | None:
@@ -183,7 +186,8 @@ class Engine:
 
     async def store(self) -> None:
         """Compute a prompt and store it, from every rank."""
-        keys = self.keys()
+        keys = self.keys(stored=False)
+        self.host.recent.append(keys)
         at = sorted({len(keys), self.rng.randint(1, len(keys))})
         first = 0 if self.rng.random() < 0.9 else self.rng.randrange(len(keys))
         storing = self.client.begin_store(self.known, keys, at, first, self.places())
@@ -251,7 +255,8 @@ class Engine:
 
     async def evict(self) -> None:
         """Take a prompt out of some places."""
-        self.client.evict(self.known, self.keys(), self.places())
+        places = ["cpu"] if self.rng.random() < 0.6 else self.places()
+        self.client.evict(self.known, self.keys(), places)
 
     async def replace(self) -> None:
         """Take a prompt out of everywhere and store it again at once, some times."""
@@ -261,7 +266,7 @@ class Engine:
 
     async def clear(self) -> None:
         """Take everything out of some places; of host memory alone most often, so that tiers are read."""
-        places = ["cpu"] if self.rng.random() < 0.8 else self.places()
+        places = ["cpu"] if self.rng.random() < 0.93 else self.places()
         self.client.clear(None if self.rng.random() < 0.5 else self.known, places)
 
     async def flush(self) -> None:
@@ -285,13 +290,13 @@ class Engine:
         self.host.node.check()
 
     OPERATIONS: Sequence[tuple[Callable[[Engine], Awaitable[None]], int]] = (
-        (retrieve, 10),
-        (store, 8),
-        (clear, 4),
-        (replace, 2),
+        (retrieve, 14),
+        (store, 7),
+        (clear, 6),
+        (replace, 1),
         (prefetch, 2),
         (pin, 1),
-        (evict, 2),
+        (evict, 1),
         (flush, 1),
         (freeze, 1),
         (look_at, 1),

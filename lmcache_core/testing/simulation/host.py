@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 
 from lmcache_core.config import Config
@@ -57,6 +58,8 @@ class Host:
         """By what engines' pauses are longer, while somebody waits for another host."""
         self.dead = False
         self.operations = 0
+        self.recent: deque[list[bytes]] = deque(maxlen=4)
+        """Prompts that its engines have stored."""
         self.lent = Lent()
         self.node_scope = Scope(f"{name}.node")
         self.engines_scope = Scope(f"{name}.engines")

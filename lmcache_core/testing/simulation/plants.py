@@ -10,6 +10,7 @@ from typing import Any
 
 from lmcache_core import frame
 from lmcache_core.breaker import Breaker
+from lmcache_core.coding.coder import TierCoder
 from lmcache_core.direct import DirectClient
 from lmcache_core.handles import Holding
 from lmcache_core.health import TierHealth
@@ -139,7 +140,11 @@ def no_undo() -> list[Patch]:
 
 def no_verify() -> list[Patch]:
     """What a tier gives is not checked."""
-    return [(frame, "verify", lambda *_: None)]
+
+    async def check(self: TierCoder, load: Load, answer: object) -> ReadResult | None:
+        return answer if isinstance(answer, ReadResult) else None
+
+    return [(TierCoder, "check", check)]
 
 
 def no_seal() -> list[Patch]:

@@ -51,6 +51,7 @@ _FATES = {
     "write": [Fate.FULL, Fate.FULL, Fate.FAILS_AFTER, Fate.ANSWERS_NONSENSE],
     "delete": [Fate.FAILS_AFTER],
 }
+_SLOW = [Fate.HANGS, Fate.LATE, Fate.LATE]
 _ANY = [Fate.FAILS, Fate.FAILS, Fate.RAISES, Fate.CANCELS, Fate.HANGS, Fate.LATE, Fate.LATE]
 
 
@@ -72,12 +73,15 @@ class Weather:
         """Seconds after which everything has ended that does not hang."""
         self._rng = rng
         self._calm = False
+        self._kind = "mixed"
+        """What goes wrong: anything, or nothing but slowness or lies, which a breaker sees less of."""
         self._hanging: list[Callable[[], None]] = []
 
     def change(self) -> float:
         """Better or worse from now on; what hangs goes on, mostly."""
         rng = self._rng
-        self.mood = rng.choice((0.0, 0.0, 0.05, 0.2, 0.5, 1.0))
+        self._kind = rng.choice(("mixed", "mixed", "slow", "lying"))
+        self.mood = rng.choice((0.0, 0.05, 0.1, 0.3, 0.6, 1.0))
         if rng.random() < 0.7:
             self.release()
         return self.mood
@@ -98,6 +102,14 @@ class Weather:
         """Call this when what hangs goes on."""
         self._hanging.append(go_on)
 
+    def _fates(self, verb: str) -> list[Fate]:
+        own = _FATES.get(verb, [])
+        if self._kind == "slow" and verb != "close":
+            return _SLOW
+        if self._kind == "lying" and verb in ("contains", "read", "write"):
+            return own
+        return own if verb in ("open", "close", "scan") else _ANY + own
+
     def plan(self, verb: str) -> Plan:
         """Draw what becomes of a call."""
         rng = self._rng
@@ -108,7 +120,7 @@ class Weather:
             return Plan(Fate.WORKS, seconds)
         if self.mood == 1.0 and rng.random() < 0.8:
             return Plan(rng.choice((Fate.FAILS, Fate.FAILS, Fate.HANGS)), seconds)
-        fate = rng.choice(_FATES.get(verb, []) if verb in ("open", "close", "scan") else _ANY + _FATES.get(verb, []))
+        fate = rng.choice(self._fates(verb))
         if fate is Fate.LATE:
             seconds = self.late * rng.choice((0.9, 1.0, 1.5, 3.0, 5.0))
             if verb in ("open", "scan") and rng.random() < 0.3:

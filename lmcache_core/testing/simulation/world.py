@@ -64,7 +64,7 @@ class World:
         self.hosts: list[Host] = []
         self.media: dict[str, Medium] = {}
         self.namespaces = draw_namespaces(rng)
-        self.tiers = [draw_tier(rng, number) for number in range(rng.choice((0, 1, 1, 1, 2, 2, 3)))]
+        self.tiers = [draw_tier(rng, number) for number in range(rng.choice((0, *(1, 1, 1, 1), *(2, 2, 2), 3)))]
         self.configs = [draw_config(rng, self.tiers) for _ in range(rng.choice((1, 1, 1, 2)))]
         self.at_once = rng.choice((1, 3, 500))
         self.lives = 0
@@ -128,7 +128,7 @@ class World:
         done = 0
         while done < self.steps:
             before = self.operations
-            some = rng.randint(1, 10)
+            some = rng.randint(1, 8)
             if not self.loop.run_until(lambda: self.operations >= before + some or self._failed(), LONGEST):  # noqa: B023
                 self.trace.fail(f"nothing has happened in {LONGEST:g} s")
             self._raise()
