@@ -124,7 +124,7 @@ def test_a_header_with_a_right_checksum_but_other_values_is_refused(
     with pytest.raises(FrameError, match=field):
         check(whole, form)
     with pytest.raises(FrameError):
-        frame.read_header(whole)
+        frame.read_header(bytes(whole))
 
 
 def test_a_coded_frame_is_no_plain_one() -> None:
@@ -136,7 +136,7 @@ def test_a_coded_frame_is_no_plain_one() -> None:
     with pytest.raises(FrameError, match="is coded"):
         check(whole, form)
     stored = frame.verify_stored(memoryview(whole), form, SPACE, PARENT, keys(2))
-    assert stored == frame.read_header(whole).coding == frame.Coding(frame.Codec.LZ4)
+    assert stored == frame.read_header(bytes(whole)).coding == frame.Coding(frame.Codec.LZ4)
 
 
 @pytest.mark.parametrize("nbytes", [0, 501, 1 << 63])
@@ -152,7 +152,7 @@ def test_a_length_that_cannot_be_is_refused(nbytes: int) -> None:
             with pytest.raises(FrameError, match="page 1 of shard 0"):
                 reads(memoryview(whole), form, SPACE, PARENT, keys(2))
         with pytest.raises(FrameError, match="page 1 of shard 0"):
-            frame.read_header(whole)
+            frame.read_header(bytes(whole))
 
 
 def test_a_checksum_swapped_between_pages_is_refused() -> None:
