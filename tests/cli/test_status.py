@@ -205,7 +205,8 @@ def seen(looked_up: int, found: dict[str, int], pid: int = 1, clients: int = 2, 
 def documented() -> dict[str, list[str]]:
     """Keys that docs/cli.md tells of, by the object that has them."""
     text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
-    _, _, table = text.partition("| in JSON | keys |\n")
+    _, _, status = text.partition("\n## `lmcache-core status`")
+    _, _, table = status.partition("| in JSON | keys |\n")
     rows = re.findall(r"^\| (.*?) \| (.*) \|$", table.partition("\n\n")[0], flags=re.MULTILINE)[1:]
     return {name.strip("`"): re.findall(r"`(\w+)`", keys) for name, keys in rows}
 
