@@ -335,19 +335,19 @@ class Residency:
         doomed = entry.doomed & tier.bit
         entry.doomed &= ~tier.bit
         told = True
-        if result is WriteResult.STORED and not doomed and tier.up:
+        stored = result is WriteResult.STORED and not doomed and tier.up
+        if stored:
             tier.charge(entry)
             tier.gained(entry)
             self.counts.add("written_chunks", tier.rules.name)
             self.counts.add("written_bytes", tier.rules.name, entry.nbytes)
         elif result is WriteResult.FULL and not doomed:
             told = not self._once_more(tier, write)
-        else:
-            if result is None:
-                self.counts.add("dropped_chunks", Refusal.WRITE_FAILED.value)
-            newer = entry.space.chunks.get(entry.key, entry)
-            if tier.up and result is not WriteResult.FULL and not (newer.where | newer.writing) & tier.bit:
-                self.out.append(Delete(tier.number, [entry.chunk_key]))
+        elif result is None:
+            self.counts.add("dropped_chunks", Refusal.WRITE_FAILED.value)
+        # Where there was no room, what an earlier write was to have undone by this one may be left, or another node's.
+        if told and not stored and (result is not WriteResult.FULL or not tier.rules.shared):
+            self._undo(tier, entry)
         write.slot.release()
         self.forget_if_gone(entry)
         self._write_owed(tier)
@@ -356,6 +356,12 @@ class Residency:
                 self.settle(entry)
             self.spill_ahead()
         return told
+
+    def _undo(self, tier: TierState, entry: Entry) -> None:
+        """Delete what a write may have left on a tier, unless the chunk is to be there, or will be."""
+        newer = entry.space.chunks.get(entry.key, entry)
+        if tier.up and not (newer.where | newer.writing) & tier.bit:
+            self.out.append(Delete(tier.number, [entry.chunk_key]))
 
     def settle(self, entry: Entry) -> None:
         """A chunk of the pool has come to a tier."""

@@ -197,3 +197,23 @@ def test_a_tier_whose_capacity_shrinks_lets_go_of_what_it_can() -> None:
     world.take()
     assert on_disk(world) == {prompt(*"b" * 4)[-1]}
     assert sum(len(d.keys) for d in world.pending if isinstance(d, Delete)) == 7
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_what_was_cleared_while_it_was_written_goes_though_its_next_write_finds_no_room(cleared: bool) -> None:
+    world = world_of(10 * PAGE * CHUNK_PAGES)
+    store(world, 0, "a")
+    world.clear()
+    store(world, 0, "a")
+    first, second = [decision for decision in world.pending if isinstance(decision, Write)]
+    world.pending.clear()
+    world.carry_out(first)
+    if cleared:
+        world.clear()
+    world.carry_out(second, WriteResult.FULL)
+    for again in [decision for decision in world.pending if isinstance(decision, Write)]:
+        world.pending.remove(again)
+        world.carry_out(again, WriteResult.FULL)
+    world.run()
+    assert not world.media[0]
+    assert not on_disk(world)
