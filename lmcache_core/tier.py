@@ -303,15 +303,16 @@ class TierRunner:
         loop = asyncio.get_running_loop()
         started = loop.time()
         results: Sequence[WriteResult | None] = [None] * len(writes)
+        evict = [key for write in writes for key in write.evict]
         try:
             if late.late:
                 return  # nobody waits for it any more, and what it waited for may hang again
             async with self.coder.values(writes) as values:
                 if late.late:
                     return  # it waited for memory that others have not given back
-                evict = [key for write in writes for key in write.evict]
                 if evict:
-                    await self._delete(evict)
+                    await self.health.calls.call(self.backend.delete(evict), self.config.write_timeout)
+                    evict = []
                 chunks = [
                     Chunk(write.entry.chunk_key, value, write.entry.pages, write.entry.parent)
                     for write, value in zip(writes, values, strict=True)
@@ -330,29 +331,29 @@ class TierRunner:
             if not late.late:
                 self.health.failed(error, "failed to write")
         finally:
+            self._put_off(evict)
             for write, result in zip(writes, results, strict=True):
                 self._events.wrote(write, result, (loop.time() - started) / len(writes))
 
-    async def _delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete, or note that it must be made up for: nobody else knows of these any more."""
-        try:
-            await self.health.calls.call(self.backend.delete(keys), self.config.write_timeout)
-        except (BackendError, ConfigError, TimeoutError):
-            if self.up:  # else it is scanned anew, and what is there is there
-                self._undeleted.update(dict.fromkeys(keys))
-            raise
+    def _put_off(self, deletes: Sequence[ChunkKey]) -> None:
+        """Deletes that have not worked are made up for: nobody else knows of these any more."""
+        if self.up:  # else it is scanned anew, and what is there is there
+            self._undeleted.update(dict.fromkeys(deletes))
 
     async def _change(self, mutation: Mutation, late: _Late) -> None:
         try:
-            if isinstance(mutation, Delete):
-                await self._delete(mutation.keys)
-            elif (work := self._verb(mutation)) is not None:
+            work = self._verb(mutation)
+            if work is not None:
                 await self.health.calls.call(work, self.config.write_timeout)
         except (BackendError, ConfigError, TimeoutError) as error:
+            if isinstance(mutation, Delete):
+                self._put_off(mutation.keys)
             if not late.late:
                 self.health.failed(error, "failed")
 
     def _verb(self, mutation: Mutation) -> Coroutine[Any, Any, None] | None:
+        if isinstance(mutation, Delete):
+            return self.backend.delete(mutation.keys)
         if isinstance(mutation, Touch) and isinstance(self.backend, RemembersUse):
             return self.backend.touch(mutation.keys)
         if isinstance(mutation, Describe) and isinstance(self.backend, Describes):

@@ -333,6 +333,24 @@ def test_what_could_not_make_room_is_deleted_later() -> None:
         at_rest(cache)
 
 
+def test_what_was_to_make_room_for_a_write_that_came_too_late_is_deleted_all_the_same() -> None:
+    shelf = Shelf()
+    slow = Slow(shelf)
+    rules = {"capacity": 2 * CHUNK_FRAME, "write_timeout": 0.05, "breaker": BreakerConfig(failures=100)}
+    with open_cache(slow, tiers=[rules]) as cache:
+        assert store(cache, "abcd")
+        slow.hang("write")
+        assert not store(cache, "efgh")
+        cache.evict(tokens("efgh"))
+        assert not store(cache, "efgh"), "it waits behind the first, and takes the room of the other chunk"
+        slow.release()
+        until(lambda: cache.stats().tiers[0].queued == 0)
+        assert store(cache, "ijkl")
+        assert cache.flush(10)
+        assert [key.page for key in shelf.values] == [cache.prompt(tokens("ijkl")).keys[-1]]
+        at_rest(cache)
+
+
 class Listed(Shelf):
     """Stops in the middle of its list, from the second time on."""
 
