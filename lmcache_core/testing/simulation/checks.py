@@ -66,6 +66,8 @@ class Watcher:
         entries = self.entries()
         used = {entry.slot for entry in entries if entry.slot is not None}
         used.update(entry.load.slot for entry in entries if entry.load is not None)
+        for runner in self.node.runners:  # also of chunks that have been stored anew meanwhile
+            used.update(load.slot for load in (*runner._timers, *runner._overdue))
         used.update(write.slot for writes in index.writes.values() for write in writes)
         used.update(self.lent.slots())
         self._hold(all(slot.references > 0 for slot in used), "a slot is in use and has been freed")
