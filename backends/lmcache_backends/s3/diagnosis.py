@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -15,6 +16,8 @@ __all__ = ["region_of", "unreachable"]
 
 _EXPIRED, _NOT_YET, _OTHER_HOST = 10, 9, 62
 """Of OpenSSL, `X509_V_ERR_*`."""
+_ALERT, _HANDSHAKE = b"\x15", b"\x16"
+"""Types of TLS records."""
 _BY_ITSELF = "the tier tries again by itself"
 
 
@@ -77,11 +80,18 @@ def _refused(where: str, host: str, error: ssl.SSLCertVerificationError) -> Back
 
 
 def _speaks_tls(connection: socket.socket, host: str) -> bool:
+    """Whether a hello is answered by a handshake or an alert. `wrap_socket` would leave a socket behind on a connection
+    that was reset."""
+    coming, going = ssl.MemoryBIO(), ssl.MemoryBIO()
+    hello = _context(None, verify=False).wrap_bio(coming, going, server_hostname=host)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        hello.do_handshake()
     try:
-        _context(None, verify=False).wrap_socket(connection, server_hostname=host).close()
+        connection.sendall(going.read())
+        answer = connection.recv(1)
     except OSError:
         return False
-    return True
+    return answer in (_ALERT, _HANDSHAKE)
 
 
 def _context(ca: str | None, *, verify: bool) -> ssl.SSLContext:
