@@ -478,8 +478,9 @@ class Engine:
         idle = len({block for table in local for block in table if block in self.pool.free})
         if needed > len(self.pool.free) - idle - (self._promised() if whole else 0):
             return False
-        for mine, (nulls, new) in zip(local, tables, strict=True):
+        for mine in local:  # of all groups, before any of them takes what is free
             self.pool.share(mine)
+        for mine, (nulls, new) in zip(local, tables, strict=True):
             request.blocks.append([*mine, *[NULL] * nulls, *self._take(new)])
         for layers, table in zip(self.groups, request.blocks, strict=True):
             self._leave_behind(layers, table, computed)
