@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 from lmcache_core.frame import FrameShape
@@ -141,6 +142,7 @@ class World:
         form = Space(b"", geometry).form(CHUNK_PAGES)
         self.chunk_bytes = form.nbytes
         self.pool = HostPool(slots * form.nbytes, prefault=False)
+        weakref.finalize(self, self.pool.close)  # there are thousands of worlds in a run
         self.index = WatchedIndex(
             self.pool,
             tiers,
