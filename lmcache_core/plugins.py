@@ -85,7 +85,7 @@ def load_backend(name: str) -> BackendPlugin:
     plugin = _Plugin(BACKENDS, name, needs=("lmcache_backend_options", "lmcache_create_backend"))
     try:
         options_type = plugin.call("lmcache_backend_options")
-    except Exception as failure:
+    except Exception as failure:  # a plugin may raise anything; who wrote it must hear what
         raise plugin.error(f"lmcache_backend_options failed: {type(failure).__name__}: {failure}") from failure
     if not (isinstance(options_type, type) and issubclass(options_type, msgspec.Struct)):
         raise plugin.error(f"lmcache_backend_options returned {options_type!r}; it must return a msgspec.Struct type")

@@ -6,13 +6,14 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from benchmarks.harness import Row, plain, rate
-from lmcache_core.protocols import Chunk
+from lmcache_core.protocols import Chunk, ReadResult, StorageBackend, WriteResult
 from lmcache_core.testing import aligned_buffer, make_chunk, make_key
 
-__all__ = ["MIB", "Contestant", "Values", "Work", "names_of", "take_turns"]
+__all__ = ["MIB", "Contestant", "Values", "Work", "names_of", "ours", "take_turns"]
 
 MIB = 2**20
 TOTAL = 256 * MIB
@@ -49,6 +50,24 @@ class Contestant:
     name: str
     put: Work
     get: Work
+
+
+async def ours(
+    values: Values, stack: AsyncExitStack, writer: StorageBackend, reader: StorageBackend | None = None
+) -> Contestant:
+    """A backend of ours, or two on one medium; they are closed with `stack`."""
+    reader = writer if reader is None else reader
+    for each in {id(each): each for each in (writer, reader)}.values():
+        await each.open()
+        stack.push_async_callback(each.close)
+
+    async def put() -> None:
+        assert await writer.write(values.chunks) == [WriteResult.STORED] * len(values.keys)
+
+    async def get() -> None:
+        assert await reader.read(values.keys, values.slots) == [ReadResult.HIT] * len(values.keys)
+
+    return Contestant("ours", put, get)
 
 
 def names_of(tier: str, sizes: Sequence[int], peers: Sequence[str]) -> list[str]:

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from benchmarks.disks import scratch
 from benchmarks.harness import Row, Scale
-from benchmarks.remote.moving import MIB, Contestant, Values, Work, names_of, take_turns
+from benchmarks.remote.moving import MIB, Contestant, Values, Work, names_of, ours, take_turns
 from lmcache_backends.nfs import NfsBackend, NfsOptions
-from lmcache_core.protocols import ReadResult, WriteResult
 from tests.servers import gluster
 
 __all__ = ["ROWS", "nfs_rows"]
@@ -56,17 +55,7 @@ async def _ours(writes: Path, reads: Path, values: Values, stack: AsyncExitStack
         NfsBackend(NfsOptions(path=str(each / name), threads=THREADS, must_be_mounted=False))
         for each in (writes, reads)
     )
-    for each in (writer, reader):
-        await each.open()
-        stack.push_async_callback(each.close)
-
-    async def put() -> None:
-        assert await writer.write(values.chunks) == [WriteResult.STORED] * len(values.keys)
-
-    async def get() -> None:
-        assert await reader.read(values.keys, values.slots) == [ReadResult.HIT] * len(values.keys)
-
-    return Contestant("ours", put, get)
+    return await ours(values, stack, writer, reader)
 
 
 async def _files(writes: Path, reads: Path, values: Values, stack: AsyncExitStack) -> Contestant:

@@ -23,9 +23,8 @@ from typing import Any
 import redis.asyncio
 
 from benchmarks.harness import Row, Scale
-from benchmarks.remote.moving import MIB, TOTAL, Contestant, Values, Work, names_of, take_turns
+from benchmarks.remote.moving import MIB, TOTAL, Contestant, Values, Work, names_of, ours, take_turns
 from lmcache_backends.redis import RedisBackend, RedisOptions
-from lmcache_core.protocols import ReadResult, WriteResult
 from tests.servers import redis as servers
 
 __all__ = ["ROWS", "redis_rows"]
@@ -73,16 +72,7 @@ async def _measured(server: servers.Valkey, size: int, rounds: int) -> list[Row]
 
 async def _ours(server: servers.Valkey, values: Values, stack: AsyncExitStack) -> Contestant:
     backend = RedisBackend(RedisOptions(url=server.url, prefix="ours", connections=CONNECTIONS))
-    await backend.open()
-    stack.push_async_callback(backend.close)
-
-    async def put() -> None:
-        assert await backend.write(values.chunks) == [WriteResult.STORED] * len(values.keys)
-
-    async def get() -> None:
-        assert await backend.read(values.keys, values.slots) == [ReadResult.HIT] * len(values.keys)
-
-    return Contestant("ours", put, get)
+    return await ours(values, stack, backend)
 
 
 async def _redis_asyncio(server: servers.Valkey, values: Values, stack: AsyncExitStack) -> Contestant:

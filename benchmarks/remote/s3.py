@@ -22,9 +22,8 @@ from aiobotocore.session import AioSession
 from obstore.store import S3Store
 
 from benchmarks.harness import Row, Scale
-from benchmarks.remote.moving import MIB, Contestant, Values, Work, names_of, take_turns
+from benchmarks.remote.moving import MIB, Contestant, Values, Work, names_of, ours, take_turns
 from lmcache_backends.s3 import S3Backend, S3Options
-from lmcache_core.protocols import ReadResult, WriteResult
 from tests.servers import s3 as servers
 
 __all__ = ["ROWS", "s3_rows"]
@@ -47,29 +46,17 @@ def s3_rows(scale: Scale) -> Iterator[Row]:
 async def _measured(server: servers.Server, size: int, rounds: int) -> list[Row]:
     values = Values(size * MIB)
     async with AsyncExitStack() as stack:
-        contestants = [
-            Contestant(make.__name__.lstrip("_"), *(await make(server, values, stack)))
-            for make in (_ours, _raw, _obstore, _aioboto3)
-        ]
+        contestants = [await make(server, values, stack) for make in (_ours, _raw, _obstore, _aioboto3)]
         return await take_turns("s3", contestants, values, rounds)
 
 
-async def _ours(server: servers.Server, values: Values, stack: AsyncExitStack) -> tuple[Work, Work]:
+async def _ours(server: servers.Server, values: Values, stack: AsyncExitStack) -> Contestant:
     known = {"endpoint": server.url, "access_key": servers.ACCESS_KEY, "secret_key": servers.SECRET_KEY}
     backend = S3Backend(S3Options(bucket=_BUCKET, prefix="ours", connections=AT_ONCE, conditional=False, **known))  # type: ignore[arg-type]
-    await backend.open()
-    stack.push_async_callback(backend.close)
-
-    async def put() -> None:
-        assert await backend.write(values.chunks) == [WriteResult.STORED] * len(values.keys)
-
-    async def get() -> None:
-        assert await backend.read(values.keys, values.slots) == [ReadResult.HIT] * len(values.keys)
-
-    return put, get
+    return await ours(values, stack, backend)
 
 
-async def _obstore(server: servers.Server, values: Values, stack: AsyncExitStack) -> tuple[Work, Work]:
+async def _obstore(server: servers.Server, values: Values, stack: AsyncExitStack) -> Contestant:
     store = S3Store(
         _BUCKET,
         endpoint=server.url,
@@ -88,10 +75,10 @@ async def _obstore(server: servers.Server, values: Values, stack: AsyncExitStack
         found = await obstore.get_async(store, f"obstore/{number}")
         values.slots[number][:] = memoryview(await found.bytes_async())
 
-    return _each(put, values), _each(get, values)
+    return Contestant("obstore", _each(put, values), _each(get, values))
 
 
-async def _aioboto3(server: servers.Server, values: Values, stack: AsyncExitStack) -> tuple[Work, Work]:
+async def _aioboto3(server: servers.Server, values: Values, stack: AsyncExitStack) -> Contestant:
     config = AioConfig(
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
@@ -117,7 +104,7 @@ async def _aioboto3(server: servers.Server, values: Values, stack: AsyncExitStac
         async with answer["Body"] as body:
             values.slots[number][:] = await body.read()
 
-    return _each(put, values), _each(get, values)
+    return Contestant("aioboto3", _each(put, values), _each(get, values))
 
 
 def _each(move: Callable[[int], Awaitable[None]], values: Values) -> Work:
@@ -135,7 +122,7 @@ def _each(move: Callable[[int], Awaitable[None]], values: Values) -> Work:
     return all_of_them
 
 
-async def _raw(server: servers.Server, values: Values, stack: AsyncExitStack) -> tuple[Work, Work]:
+async def _raw(server: servers.Server, values: Values, stack: AsyncExitStack) -> Contestant:
     links = [stack.enter_context(RawLink(server.port)) for _ in range(AT_ONCE)]
     threads = stack.enter_context(ThreadPoolExecutor(AT_ONCE))
 
@@ -152,7 +139,8 @@ async def _raw(server: servers.Server, values: Values, stack: AsyncExitStack) ->
 
         return all_of_them
 
-    return (
+    return Contestant(
+        "raw",
         work(lambda link, number: link.put(f"raw/{number}", values.chunks[number].data)),
         work(lambda link, number: link.get(f"raw/{number}", values.slots[number])),
     )

@@ -279,7 +279,7 @@ def beside(work: Callable[[], Coroutine[Any, Any, T]], *, most: float | None = N
         try:
             if not ended.wait(most):
                 raise TimeoutError
-        except BaseException:
+        except BaseException:  # Ctrl-C too: what was begun is ended first
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(cancel)
             ended.wait(grace)

@@ -121,7 +121,7 @@ def _tokenized(text: str, directory: str) -> list[int]:
         raise LMCacheError("--tokenizer needs transformers: pip install 'lmcache-core[transformers]'") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
+    except Exception as error:  # files of others are read here, by code of others
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise LMCacheError(f"{directory}: no tokenizer that can be loaded: {reason}") from error
     return list(tokenizer(text)["input_ids"])

@@ -410,6 +410,7 @@ class Index(Loading):
                 self.pinned.discard(entry)
                 if entry.where & POOL:
                     self._resident += entry.nbytes
+                    self._note_unwritten(entry)
                 self.line_up(entry)
         return freed
 

@@ -204,13 +204,14 @@ class Residency:
         entry.where |= POOL
         if not entry.pins:
             self._resident += entry.nbytes
+            self._note_unwritten(entry)
         entry.space.tell(entry, POOL, True)
 
     def line_up(self, entry: Entry) -> None:
         """Let a chunk of the pool make room for others, last of all so far, unless it is pinned or has left."""
         if entry.where & POOL and not entry.pins:
             entry.owner.shares[0].order.add(entry)
-            self._note_unwritten(entry)
+            self.unwritten.touch(entry)
 
     def leave_pool(self, entry: Entry) -> None:
         """End a chunk's residence; its room is free when nobody copies from it any more."""
@@ -243,7 +244,7 @@ class Residency:
                 return None
             if candidate.where & ~POOL or not self._pool_may_drop(candidate):
                 return None
-        return None if self._spills and self._spill(candidate) else candidate
+        return None if self._spills and self._must_wait(candidate) else candidate
 
     def _pool_may_drop(self, entry: Entry) -> bool:
         slot = entry.slot
@@ -259,6 +260,21 @@ class Residency:
             if not entry.where & tier.bit and tier.up and tier.admits(entry):
                 started |= self.write(tier, entry) is None
         return started
+
+    def _must_wait(self, entry: Entry) -> bool:
+        """Whether a chunk may leave the pool only once it is written. Whether it shall be is decided once for each of
+        its stays in the pool: a second look is no second use of it."""
+        if any(entry.writing & tier.bit for tier in self._spills):
+            return True
+        if entry not in self.unwritten:
+            return False
+        ready = [tier for tier in self._spills if tier.up]
+        if any(tier.takes(entry) for tier in ready):
+            self.unwritten.discard(entry)
+            return self._spill(entry)
+        if ready:
+            self.counts.add("dropped_chunks", Refusal.QUEUE_FULL.value)
+        return False
 
     def _note_unwritten(self, entry: Entry) -> None:
         """Remember a chunk of the pool that cannot go yet because a tier should have it first."""
@@ -469,7 +485,7 @@ class Residency:
 
     def _lost(self, tier: TierState, entry: Entry) -> None:
         tier.lost(entry)
-        if self._spills and entry.where & POOL and not entry.pins:
+        if tier in self._spills and entry.where & POOL and not entry.pins:
             self._note_unwritten(entry)
 
     def shrink(self, tier: TierState) -> None:

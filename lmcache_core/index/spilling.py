@@ -21,8 +21,8 @@ class Unwritten:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries)
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def __contains__(self, entry: Entry) -> bool:
+        return entry in self._entries
 
     def add(self, entry: Entry) -> None:
         """It is in the pool, and has just been used."""

@@ -660,3 +660,19 @@ def test_leases_end_by_release_or_by_time_and_each_once(steps: list[tuple[str, i
     assert not world.index.leases
     assert [entry.leases for entry in world.entries()] == [0, 0, 0]
     assert world.store(abc("xxxxyyyyzzzzwwww")).dropped == 0
+
+
+def test_what_was_used_once_is_not_written_though_room_is_made_ahead() -> None:
+    """Looking at a chunk twice, ahead of need and when it must go, is no second use of it."""
+    world = World(8, [TierRules("disk", write="evict", admit="second-touch")])
+    names = [chr(ord("a") + number) for number in range(26)]
+    for name in names:
+        assert world.store(abc(name * 4)).dropped == 0
+        world.run()
+    assert world.index.counts.get("written_chunks", "disk") == 0
+    for _ in range(2):
+        world.store(abc("aaaa"))
+        for name in names[1:]:
+            world.store(abc(name * 4))
+            world.run()
+    assert world.index.counts.get("written_chunks", "disk") > 0, "what comes back after it has gone is kept"

@@ -13,8 +13,9 @@ from lmcache_backends.disk.records import KEY, MOST_PAGES
 from lmcache_backends.disk.replay import Entry
 from lmcache_backends.disk.store import Store
 from lmcache_backends.disk.tally import Tally
-from lmcache_core.errors import BackendError, ClosedError, UsageError
+from lmcache_core.errors import BackendError, UsageError
 from lmcache_core.iothreads import IoThreads, ended
+from lmcache_core.openings import Openings
 from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, Stored, Usage, WriteResult
 
 __all__ = ["DiskBackend"]
@@ -41,26 +42,20 @@ class DiskBackend:
     def __init__(self, options: DiskOptions) -> None:
         self._options = options
         self._tally = Tally()
-        self._session: _Session | None = None
-        self._changing = asyncio.Lock()
+        self._sessions = Openings("disk", lambda: _Session(options, self._tally))
 
     async def open(self) -> None:
-        async with self._changing:
-            await self._end()
-            session = _Session(self._options, self._tally)
-            await session.open()
-            self._session = session
+        await self._sessions.open()
 
     async def close(self) -> None:
-        async with self._changing:
-            await self._end()
+        await self._sessions.close()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        store = self._opened().store
+        store = self._sessions.current.store
         return [store.contains(key) for key in keys]
 
     async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
-        session = self._opened()
+        session = self._sessions.current
         outcomes = await session.read(keys, into)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if len(failures) == 1 and isinstance(failures[0], BackendError) and ReadResult.HIT in outcomes:
@@ -71,31 +66,31 @@ class DiskBackend:
         return _results(outcomes)
 
     async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
-        session = self._opened()
+        session = self._sessions.current
         for chunk in chunks:
             _check(chunk)
         first = session.store.epochs(len(chunks))
         return await session.each(session.store.write, [(chunk, first + i) for i, chunk in enumerate(chunks)])
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        session = self._opened()
+        session = self._sessions.current
         if keys:
             await session.each(session.store.delete, [(keys,)])
 
     async def touch(self, keys: Sequence[ChunkKey]) -> None:
-        session = self._opened()
+        session = self._sessions.current
         if keys:
             await session.each(session.store.touch, [(keys,)])
 
     async def scan(self) -> AsyncIterator[Sequence[Stored]]:
-        session = self._opened()
+        session = self._sessions.current
         (entries,) = await session.each(session.store.entries, [()])
         for start in range(0, len(entries), _BATCH):
             (batch,) = await session.each(_stored, [(entries[start : start + _BATCH],)])
             yield batch
 
     def usage(self) -> Usage:
-        session = self._opened()
+        session = self._sessions.current
         session.refresh()
         return session.store.usage()
 
@@ -103,23 +98,13 @@ class DiskBackend:
         return self._tally.counts()
 
     async def describe(self, space: bytes, manifest: bytes) -> None:
-        session = self._opened()
+        session = self._sessions.current
         await session.each(session.store.describe, [(space, manifest)])
 
     async def manifests(self) -> dict[bytes, bytes]:
-        session = self._opened()
+        session = self._sessions.current
         (found,) = await session.each(session.store.manifests, [()])
         return found
-
-    def _opened(self) -> _Session:
-        if self._session is None:
-            raise ClosedError("disk: the backend is not open")
-        return self._session
-
-    async def _end(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
 
 
 class _Session:

@@ -146,7 +146,7 @@ class Store:
                 shard.log.check()
                 ticket = shard.put(entry)
                 older = self._replace(chunk.key, shard, entry)
-        except BaseException as error:
+        except BaseException as error:  # whatever it was, the place must be free again
             with self._lock:
                 shard.free(entry)
             if not isinstance(error, OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from lmcache_backends.nfs.manifests import read_manifests, write_manifest
 from lmcache_backends.nfs.options import NfsOptions
 from lmcache_backends.nfs.session import Session
 from lmcache_backends.nfs.tally import Tally
-from lmcache_core.errors import ClosedError
+from lmcache_core.openings import Openings
 from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
 
 __all__ = ["NfsBackend"]
@@ -33,38 +32,32 @@ class NfsBackend:
     def __init__(self, options: NfsOptions) -> None:
         self._options = options
         self._tally = Tally()
-        self._session: Session | None = None
-        self._changing = asyncio.Lock()
+        self._sessions = Openings("nfs", lambda: Session(options, self._tally))
         self._used: OrderedDict[ChunkKey, float] = OrderedDict()
         """When this host last wrote or touched a chunk."""
 
     async def open(self) -> None:
-        async with self._changing:
-            await self._end()
-            session = Session(self._options, self._tally)
-            await session.open()
-            self._session = session
+        await self._sessions.open()
 
     async def close(self) -> None:
-        async with self._changing:
-            await self._end()
+        await self._sessions.close()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        session = self._opened()
+        session = self._sessions.current
         found = await session.each(session.chunks.contains, [(part,) for part in self._shared_out(keys)])
         return [there for part in found for there in part]
 
     async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
-        session = self._opened()
+        session = self._sessions.current
         return await session.each(session.chunks.read, zip(keys, into, strict=True))
 
     async def read_any(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[int | ReadResult]:
         """Makes this a `ReadsShorter`: a file knows its size."""
-        session = self._opened()
+        session = self._sessions.current
         return await session.each(session.chunks.read_any, zip(keys, into, strict=True))
 
     async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
-        session = self._opened()
+        session = self._sessions.current
         if len({chunk.key for chunk in chunks}) < len(chunks):  # one after the other: the last of a key is to stay
             return [result for chunk in chunks for result in await self._write(session, [chunk])]
         return await self._write(session, chunks)
@@ -77,14 +70,14 @@ class NfsBackend:
         return results
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        session = self._opened()
+        session = self._sessions.current
         await session.each(session.chunks.delete, [(part,) for part in self._shared_out(keys)])
         for key in keys:
             self._used.pop(key, None)
 
     async def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Makes this a `RemembersUse`, so that what a host finds nearer to it stays here too."""
-        session = self._opened()
+        session = self._sessions.current
         since = time.monotonic() - self._options.touch_interval
         wanted = [key for key in keys if self._used.get(key, since) <= since][-_MOST_TOUCHES:]
         if wanted:
@@ -92,7 +85,7 @@ class NfsBackend:
             self._note_use(wanted)
 
     async def describe(self, space: bytes, manifest: bytes) -> None:
-        session = self._opened()
+        session = self._sessions.current
         await session.each(self._describe, [(session, space, manifest)])
 
     def _describe(self, session: Session, space: bytes, manifest: bytes) -> None:
@@ -104,7 +97,7 @@ class NfsBackend:
             self._tally.add("not_permitted")  # it is for people, and no reason not to read what is there
 
     async def manifests(self) -> dict[bytes, bytes]:
-        session = self._opened()
+        session = self._sessions.current
         (found,) = await session.each(self._manifests, [(session,)])
         return found
 
@@ -130,13 +123,3 @@ class NfsBackend:
         """Keys for each of the threads: every one costs a round trip."""
         each = -(-len(keys) // self._options.threads) or 1
         return [keys[start : start + each] for start in range(0, len(keys), each)]
-
-    def _opened(self) -> Session:
-        if self._session is None:
-            raise ClosedError("nfs: the backend is not open")
-        return self._session
-
-    async def _end(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()

@@ -176,7 +176,7 @@ class ChunkFiles:
                     done += os.pwritev(fd, [data[done:]], done)
                 if self._fsync:
                     os.fsync(fd)
-            except BaseException:
+            except BaseException:  # whatever it was, the descriptor must not stay open
                 with contextlib.suppress(OSError):  # the first failure is the one to tell
                     os.close(fd)
                 raise

@@ -51,7 +51,7 @@ def open_root(path: str, must_be_mounted: bool) -> int:
             below = os.open(name, _OPEN, dir_fd=fd)
             os.close(fd)
             fd = below
-    except BaseException:
+    except BaseException:  # whatever it was, the descriptor must not stay open
         os.close(fd)
         raise
     return fd

@@ -83,7 +83,7 @@ class Session:
     async def open(self) -> None:
         try:
             await self.each(self._open, [()])
-        except BaseException:
+        except BaseException:  # a cancelled opening too must let go of what it has
             await self.close()
             raise
         rules = Rules(self._options.capacity, self._options.ttl, self._options.sweep_interval)

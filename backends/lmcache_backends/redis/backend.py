@@ -37,7 +37,7 @@ class RedisBackend:
         router = self._router or Router(self._connector)
         try:
             await router.find()
-        except BaseException:
+        except BaseException:  # whatever it was, the threads must not stay
             if router is not self._router:
                 router.close()
             raise

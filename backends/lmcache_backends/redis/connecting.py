@@ -24,7 +24,7 @@ class Connector:
         self._context: ssl.SSLContext | None = None
 
     def context(self) -> ssl.SSLContext | None:
-        """Of TLS; None without it. Reads the files anew each time it fails.
+        """Of TLS; None without it. Files are read once they can be used, and not again.
 
         Raises:
             ConfigError: A file cannot be used.
@@ -45,7 +45,7 @@ class Connector:
             self._context = context
         return self._context
 
-    def connect(self, where: Address, *, database: int | None = None) -> RespSocket:
+    def connect(self, where: Address) -> RespSocket:
         """A connection that is logged in.
 
         Raises:
@@ -56,7 +56,7 @@ class Connector:
         connection = None
         try:
             connection = RespSocket(self._open(where))
-            self._log_in(where, connection, self.url.database if database is None else database, until)
+            self._log_in(where, connection, until)
             connection.limit(None)  # from now on a call ends when the node's deadline aborts it
             good, connection = connection, None
             return good
@@ -78,7 +78,7 @@ class Connector:
             try:
                 sock.settimeout(timeout)
                 sock.connect(where.path)
-            except BaseException:
+            except BaseException:  # whatever it was, the socket must not stay open
                 sock.close()
                 raise
             return sock
@@ -95,17 +95,17 @@ class Connector:
                 return context.wrap_socket(sock, server_hostname=where.host)
             except TimeoutError as error:
                 raise problems.of_silence(where) from error
-        except BaseException:
+        except BaseException:  # as above
             sock.close()
             raise
 
-    def _log_in(self, where: Address, connection: RespSocket, database: int, until: float) -> None:
+    def _log_in(self, where: Address, connection: RespSocket, until: float) -> None:
         words: list[list[bytes]] = []
         if self.url.password:
             user = [self.url.username.encode()] if self.url.username else []
             words.append([b"AUTH", *user, self.url.password.encode()])
-        if database:
-            words.append([b"SELECT", b"%d" % database])
+        if self.url.database:
+            words.append([b"SELECT", b"%d" % self.url.database])
         words.append([b"PING"])
         connection.limit(max(0.001, until - time.monotonic()))
         connection.send([command(*each) for each in words])

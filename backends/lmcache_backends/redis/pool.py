@@ -62,7 +62,7 @@ class Connections:
         arriving = _Arriving(self._connector, self.where)
         try:
             connection = await self._threads.run(arriving.connect)
-        except BaseException:
+        except BaseException:  # whatever it was, a connection that nobody knows of must not stay open
             arriving.give_up()
             raise
         self.made += 1

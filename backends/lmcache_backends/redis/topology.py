@@ -52,22 +52,22 @@ def find(connector: Connector, known: list[Address]) -> Topology:
         BackendError: Nobody answers.
         ConfigError: The options don't fit what answers.
     """
-    options = connector.options
-    if options.service:
-        return Topology([_primary(connector)])
+    if connector.options.service:
+        primary = _primary(connector)
+        connector.connect(primary).close()  # for its errors, which say what to change
+        return _ask(connector, primary, "single")
     failure: BackendError | None = None
     for where in [connector.url.address, *(each for each in known if each != connector.url.address)]:
         try:
-            connector.connect(where).close()  # for its errors, which say what to change
-            return _ask(connector, where)
+            connector.connect(where).close()  # as above
+            return _ask(connector, where, connector.options.mode)
         except BackendError as error:
             failure = error
     assert failure is not None
     raise failure
 
 
-def _ask(connector: Connector, where: Address) -> Topology:
-    mode: str = connector.options.mode
+def _ask(connector: Connector, where: Address, mode: str) -> Topology:
     client = _client(connector, where, connector.url.username, connector.url.password, connector.url.database)
     try:
         if mode == "auto":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 
 from lmcache_backends.s3.options import S3Options
 from lmcache_backends.s3.session import Session
 from lmcache_backends.s3.tally import Tally
-from lmcache_core.errors import ClosedError
+from lmcache_core.openings import Openings
 from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
 
 __all__ = ["S3Backend"]
@@ -24,58 +23,42 @@ class S3Backend:
     def __init__(self, options: S3Options) -> None:
         self._options = options
         self._tally = Tally()
-        self._session: Session | None = None
-        self._changing = asyncio.Lock()
+        self._sessions = Openings("s3", lambda: Session(options, self._tally))
 
     async def open(self) -> None:
-        async with self._changing:
-            await self._end()
-            session = Session(self._options, self._tally)
-            await session.open()
-            self._session = session
+        await self._sessions.open()
 
     async def close(self) -> None:
-        async with self._changing:
-            await self._end()
+        await self._sessions.close()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        session = self._opened()
+        session = self._sessions.current
         return await session.run(session.contains(keys))
 
     async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
-        session = self._opened()
+        session = self._sessions.current
         return await session.run(session.read(keys, into))
 
     async def read_any(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[int | ReadResult]:
         """Makes this a `ReadsShorter`."""
-        session = self._opened()
+        session = self._sessions.current
         return await session.run(session.read_any(keys, into))
 
     async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
-        session = self._opened()
+        session = self._sessions.current
         return await session.run(session.write(chunks))
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        session = self._opened()
+        session = self._sessions.current
         await session.run(session.delete(keys))
 
     async def describe(self, space: bytes, manifest: bytes) -> None:
-        session = self._opened()
+        session = self._sessions.current
         await session.run(session.describe(space, manifest))
 
     async def manifests(self) -> dict[bytes, bytes]:
-        session = self._opened()
+        session = self._sessions.current
         return await session.run(session.manifests())
 
     def counters(self) -> Mapping[str, int]:
         return self._tally.counts()
-
-    def _opened(self) -> Session:
-        if self._session is None:
-            raise ClosedError("s3: the backend is not open")
-        return self._session
-
-    async def _end(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()

@@ -230,7 +230,7 @@ async def test_what_hangs_is_left_behind_and_its_locks_are_free_when_it_ends(
 
 def _wait_for_end(tier: DiskBackend) -> None:
     """Until the threads of openings before the present one have ended."""
-    current = None if tier._session is None else tier._session._threads._work
+    current = None if tier._sessions._open is None else tier._sessions._open._threads._work
     for thread in threading.enumerate():
         if thread.name.startswith("disk-") and getattr(thread, "_target", None) != current:
             thread.join(30)
@@ -255,7 +255,7 @@ async def test_what_hangs_without_anybody_waiting_keeps_its_locks(
     assert taken(tmp_path) == 2 * SIZE, "one that is empty is kept"
     await other.open()
     hanging = Hanging(monkeypatch, "unlink")
-    session = tier._session
+    session = tier._sessions._open
     assert session is not None
     session.store._refreshed = 0.0
     tier.usage()
