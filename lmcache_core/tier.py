@@ -59,7 +59,7 @@ class TierRunner:
         self._remote = not isinstance(backend, Scannable)
         """Something on the way may damage all that it gives; a drive's damage is that of one chunk."""
         self.health = TierHealth(number, config, backend, events, faults, self._busy_at_all, self._stop_queues)
-        self.coder = TierCoder(config.name, recipe, backend, framer, partial(events.counted, number), faults)
+        self.coder = TierCoder(config.name, recipe, framer, partial(events.counted, number), faults)
         self._events = events
         self._log = faults
         self._reads: deque[Load] = deque()
@@ -203,7 +203,9 @@ class TierRunner:
             load.slot.frame[: frame.ALIGN] = _NO_HEADER  # what an earlier chunk left must not pass for this one
         try:
             results = await self.health.calls.call(
-                self.coder.read([entry.chunk_key for entry in entries], [load.slot.frame for load in loads]),
+                self.coder.read(
+                    self.backend, [entry.chunk_key for entry in entries], [load.slot.frame for load in loads]
+                ),
                 self.config.read_timeout,
             )
         except (BackendError, ConfigError, TimeoutError) as error:

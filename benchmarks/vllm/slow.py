@@ -66,6 +66,8 @@ def measure(model: Path, folder: Path, delay: float) -> dict[str, Any]:
                 took[name].append(engines[name].run(ask, tokens)[0])
         counts = ours.run(decided)
         ours.run(slow_down, 0.0)
+    if delay and not any(counts.get(name) for name in ("declined_tokens disk", "failed_tokens")):
+        raise SystemExit(f"the tier was not slow: nothing was declined or given up ({counts})")
     means = {name: statistics.fmean(values) for name, values in took.items()}
     return {"seconds": took, "mean": means, "ratio": means["ours"] / means["plain"], "decided": counts}
 

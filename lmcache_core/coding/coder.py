@@ -46,19 +46,15 @@ class TierCoder:
     Args:
         name: The tier's name, for log lines.
         recipe: How its chunks are coded.
-        backend: Its backend.
         framer: Whose threads do the work.
         counted: Called with what was counted, by the names of counters.
         log: For chunks that cannot be read.
     """
 
-    def __init__(
-        self, name: str, recipe: Recipe, backend: StorageBackend, framer: Framer, counted: Counted, log: RateLog
-    ) -> None:
+    def __init__(self, name: str, recipe: Recipe, framer: Framer, counted: Counted, log: RateLog) -> None:
         self.staging = Staging(STAGED)
         self._name = name
         self._recipe = recipe
-        self._backend = backend
         self._framer = framer
         self._counted = counted
         self._log = log
@@ -116,14 +112,15 @@ class TierCoder:
 
     # Reading
 
-    async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | ReadResult]:
-        """Have the backend read, whatever the sizes of values are, where it can. An answer that is a number is the
-        length of a value at the start of a buffer.
+    async def read(
+        self, backend: StorageBackend, keys: Sequence[ChunkKey], into: Sequence[memoryview]
+    ) -> Sequence[int | ReadResult]:
+        """Have the tier's backend read, whatever the sizes of values are, where it can. An answer that is a number is
+        the length of a value at the start of a buffer.
 
         Raises:
             BackendError: The medium failed.
         """
-        backend = self._backend
         if not isinstance(backend, ReadsShorter):
             return await backend.read(keys, into)
         if self._recipe.codec:

@@ -50,7 +50,7 @@ def wrap(inside: Inside) -> None:
     runner = runner_of(inside)
     faulty = Faulty(runner.backend)
     faulty.active = False
-    runner.backend = runner.coder._backend = Slow(faulty)
+    runner.backend = Slow(faulty)
     # How long a load is waited for is its deadline here, and not what computing takes on this machine.
     inside.connector._scheduler._weighing.rates.prefill_seconds = lambda start, end: None
 
