@@ -35,8 +35,8 @@ from lmcache_core.connectors.vllm.options import read_options, read_request_opti
 from lmcache_core.connectors.vllm.plan import Facts, Report, Step
 from lmcache_core.connectors.vllm.requests import Marks
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
-from lmcache_core.connectors.vllm.weights import adapter_digest
 from lmcache_core.connectors.vllm.worker import WorkerSide
+from lmcache_core.connectors.weights import adapter_digest
 from lmcache_core.errors import ConfigError, LayoutError
 from lmcache_core.namespace import Namespace, page_tokens_for
 from lmcache_core.ratelog import RateLog

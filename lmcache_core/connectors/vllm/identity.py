@@ -13,7 +13,7 @@ from typing import Any
 
 from lmcache_core.connectors.modelsettings import settings_that_count
 from lmcache_core.connectors.vllm.plan import Facts
-from lmcache_core.connectors.vllm.weights import checkpoint_digest, nobody_elses
+from lmcache_core.connectors.weights import checkpoint_digest, nobody_elses
 from lmcache_core.errors import LayoutError
 from lmcache_core.keys import digest_fields
 from lmcache_core.namespace import Group, GroupKind, Namespace

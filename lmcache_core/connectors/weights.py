@@ -69,7 +69,7 @@ def _local(path: str, revision: str | None) -> Path:
     if os.path.exists(path):
         return Path(path)
     try:
-        from huggingface_hub import snapshot_download  # which is there where vLLM is
+        from huggingface_hub import snapshot_download  # which is there where an engine is
     except ImportError as error:
         raise LayoutError(f"{path} is not on this machine, and huggingface_hub is not installed") from error
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_core.connectors.vllm.weights import PIECE, PIECES, WHOLE, adapter_digest, checkpoint_digest
+from lmcache_core.connectors.weights import PIECE, PIECES, WHOLE, adapter_digest, checkpoint_digest
 from lmcache_core.errors import LayoutError
 
 LARGE = WHOLE + 5 * PIECE
