@@ -22,11 +22,12 @@ from aiobotocore.session import AioSession
 from botocore.exceptions import BotoCoreError, ClientError, ProxyConnectionError, SSLError
 from botocore.session import Session
 
-from lmcache_backends.s3.client import DIGEST, Head, Part
-from lmcache_backends.s3.errors import ABSENT, Fault, fault_of_text
+from lmcache_backends.objects.client import DIGEST, Head, Part
+from lmcache_backends.objects.faults import Fault, fault_of_text
+from lmcache_backends.objects.tally import Tally
+from lmcache_backends.s3.errors import ABSENT
 from lmcache_backends.s3.identity import Identity, keep_quiet
 from lmcache_backends.s3.options import S3Options
-from lmcache_backends.s3.tally import Tally
 from lmcache_backends.s3.target import Target
 from lmcache_core.iothreads import IoThreads
 from lmcache_core.protocols import ReadResult

@@ -1,64 +1,16 @@
-"""The backend: verbs of the contract on the session that is open."""
+"""The backend: objects of a bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
+from lmcache_backends.objects.backend import ObjectBackend
 from lmcache_backends.s3.options import S3Options
-from lmcache_backends.s3.session import Session
-from lmcache_backends.s3.tally import Tally
-from lmcache_core.openings import Openings
-from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
+from lmcache_backends.s3.service import S3Service
 
 __all__ = ["S3Backend"]
 
 
-class S3Backend:
-    """Chunks as objects of a bucket, shared by all who name the same bucket and prefix. Survives everything that the
-    bucket survives; what leaves it, and when, is its lifecycle's to say."""
-
-    abortable = True
-    costly_probes = True
+class S3Backend(ObjectBackend):
+    """Chunks as objects of a bucket of S3, or of a server that speaks its protocol."""
 
     def __init__(self, options: S3Options) -> None:
-        self._options = options
-        self._tally = Tally()
-        self._sessions = Openings("s3", lambda: Session(options, self._tally))
-
-    async def open(self) -> None:
-        await self._sessions.open()
-
-    async def close(self) -> None:
-        await self._sessions.close()
-
-    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        session = self._sessions.current
-        return await session.run(session.contains(keys))
-
-    async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
-        session = self._sessions.current
-        return await session.run(session.read(keys, into))
-
-    async def read_any(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[int | ReadResult]:
-        """Makes this a `ReadsShorter`."""
-        session = self._sessions.current
-        return await session.run(session.read_any(keys, into))
-
-    async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
-        session = self._sessions.current
-        return await session.run(session.write(chunks))
-
-    async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        session = self._sessions.current
-        await session.run(session.delete(keys))
-
-    async def describe(self, space: bytes, manifest: bytes) -> None:
-        session = self._sessions.current
-        await session.run(session.describe(space, manifest))
-
-    async def manifests(self) -> dict[bytes, bytes]:
-        session = self._sessions.current
-        return await session.run(session.manifests())
-
-    def counters(self) -> Mapping[str, int]:
-        return self._tally.counts()
+        super().__init__(options, lambda: S3Service(options))

@@ -1,152 +1,59 @@
-"""What went wrong with a request, and what to tell the user: one line that says what to change.
-
-Bodies of errors are not passed on: servers write keys and signed headers into them.
-"""
+"""What goes wrong with requests to S3, in words."""
 
 from __future__ import annotations
 
-import re
-
+from lmcache_backends.objects import faults
+from lmcache_backends.objects.faults import Dialect, Fault
 from lmcache_core.errors import BackendError, ConfigError
 
-__all__ = ["ABSENT", "Fault", "fault_of_text", "lacks", "told"]
+__all__ = ["ABSENT", "DIALECT", "lacks", "told"]
 
 ABSENT = "NoSuchKey"
 """What the protocol says of an object that is not there."""
 
-_PASSING_STATUS = frozenset({429, 500, 502, 503, 504})
-_PASSING = frozenset(
-    {
-        "ConditionalRequestConflict",
-        "InternalError",
-        "OperationAborted",
-        "RequestTimeout",
-        "ServiceUnavailable",
-        "SlowDown",
-        "Throttling",
-        "ThrottlingException",
-    }
-)
-_FULL = frozenset({"QuotaExceeded", "QuotaExceededException", "XMinioStorageFull", "InsufficientStorage"})
-_UNKNOWN_VERB = frozenset({"NotImplemented", "MethodNotAllowed"})
-_ELSEWHERE = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect"})
-
-_STATUS = re.compile(r"status code: (\d{3})|with status (\d{3})")
-_CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
-_URL = re.compile(r"https?://[^\s\"]+")
-_REGION = re.compile(r"<Region>([a-z0-9-]{1,32})</Region>")
-
 _MAY = "s3:GetObject, s3:PutObject and s3:DeleteObject on {objects}, and s3:ListBucket on the bucket"
-_NEVER = {
-    "InvalidAccessKeyId": "the server does not know this access key; correct access_key, or the profile",
-    "SignatureDoesNotMatch": "the secret does not belong to the access key; correct secret_key, or the profile",
-    "InvalidToken": "the session token is not one of the access key; correct session_token",
-    "NoSuchBucket": "there is no such bucket; create it, or correct bucket",
-    "InvalidBucketName": "the server takes no bucket of this name; correct bucket",
-    "AccessDenied": f"access is denied; allow {_MAY} (without that, what is absent looks denied)",
-    "AllAccessDisabled": "access is denied to all; see who owns the bucket",
-    "InvalidStorageClass": "the server has no such storage class; correct storage_class, or delete it",
-    "InvalidObjectState": "objects are archived; use a storage class that can be read at once",
-    "XAmzContentSHA256Mismatch": "the server wants payloads signed, which is not supported; use https",
-}
-_NOW = {
-    "ExpiredToken": "the session token has expired; write a new one, or use a profile or role, whose are renewed",
-    "TokenRefreshRequired": "the session token has expired; write a new one",
-    "RequestTimeTooSkewed": "the clock of this host or of the server is wrong; set it",
-    "BadDigest": "what arrived at the server is not what was sent; look at the network in between",
-    "SlowDown": "the server asks for fewer requests; lower connections, or spread over more prefixes",
-}
 
-# What the two clients write of a connection that failed, in the order in which it tells more.
-_LINK = (
-    (r"InvalidCertificate|CERTIFICATE_VERIFY|certificate verify", "the server's certificate is not accepted", False),
-    (r"InvalidContentType|WRONG_VERSION_NUMBER|record layer failure", "the server does not speak TLS", False),
-    (r"dns error|Name or service not known|gaierror|resolve", "its host has no address", True),
-    (r"ConnectionRefused|[Cc]onnection refused|Connect call failed", "connection refused", True),
-    (r"TimedOut|[Tt]imed out|Timeout|(Read|Connect) timeout", "no answer in time", True),
-    (r"ConnectionReset|Connection reset|BrokenPipe", "the connection was reset", True),
-    (
-        r"IncompleteMessage|IncompleteBody|UnexpectedEof|[Dd]isconnected|closed|not enough data",
-        "the connection ended early",
-        True,
-    ),
+DIALECT = Dialect(
+    door="s3",
+    server="S3 server",
+    absent=ABSENT,
+    gone="NoSuchBucket",
+    never={
+        "InvalidAccessKeyId": "the server does not know this access key; correct access_key, or the profile",
+        "SignatureDoesNotMatch": "the secret does not belong to the access key; correct secret_key, or the profile",
+        "InvalidToken": "the session token is not one of the access key; correct session_token",
+        "NoSuchBucket": "there is no such bucket; create it, or correct bucket",
+        "InvalidBucketName": "the server takes no bucket of this name; correct bucket",
+        "AccessDenied": f"access is denied; allow {_MAY} (without that, what is absent looks denied)",
+        "AllAccessDisabled": "access is denied to all; see who owns the bucket",
+        "InvalidStorageClass": "the server has no such storage class; correct storage_class, or delete it",
+        "InvalidObjectState": "objects are archived; use a storage class that can be read at once",
+        "XAmzContentSHA256Mismatch": "the server wants payloads signed, which is not supported; use https",
+    },
+    now={
+        "ExpiredToken": "the session token has expired; write a new one, or use a profile or role, whose are renewed",
+        "TokenRefreshRequired": "the session token has expired; write a new one",
+        "RequestTimeTooSkewed": "the clock of this host or of the server is wrong; set it",
+        "BadDigest": "what arrived at the server is not what was sent; look at the network in between",
+        "SlowDown": "the server asks for fewer requests; lower connections, or spread over more prefixes",
+    },
 )
-
-
-class Fault(Exception):
-    """A request that failed. `status` is None if there was no answer; `code` is the protocol's name for the failure,
-    or says in words what became of the connection."""
-
-    def __init__(self, code: str, status: int | None = None, region: str = "", *, passing: bool | None = None) -> None:
-        super().__init__(f"{code} ({status})" if status else code)
-        self.code = code
-        self.status = status
-        self.region = region
-        if passing is None:
-            passing = status is None or status in _PASSING_STATUS or code in _PASSING
-        self.passing = passing
-        """Whether the same request may succeed soon."""
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether the bucket is in another region."""
-        return self.code in _ELSEWHERE or self.status == 301
-
-    @property
-    def full(self) -> bool:
-        """Whether there is no room."""
-        return self.code in _FULL or self.status == 507
-
-    @property
-    def unknown_verb(self) -> bool:
-        """Whether the server cannot do such a thing at all."""
-        return self.code in _UNKNOWN_VERB or self.status in (405, 501)
-
-
-def fault_of_text(text: str) -> Fault:
-    """The fault in an error's text, where there is nothing but text."""
-    code, region = _CODE.search(text), _REGION.search(text)
-    status = _STATUS.search(text)
-    if status is None and "redirect without LOCATION" in text:
-        return Fault("PermanentRedirect", 301, region[1] if region else "")
-    if status is None:
-        text = _URL.sub("", text)
-        for pattern, words, passing in _LINK:
-            if re.search(pattern, text):
-                return Fault(words, passing=passing)
-        return Fault("the connection failed")
-    number = int(status[1] or status[2])
-    return Fault(code[1] if code else "", number, region[1] if region else "")
 
 
 def told(fault: Fault, place: str, objects: str, *, opening: bool = False) -> BackendError | ConfigError:
     """The error to raise for a fault at `place`; when `opening`, a `ConfigError` for what can never work."""
-    code = fault.code or ("AccessDenied" if fault.status == 403 else "")
-    where = f"s3: {place}"
+    kind = ConfigError if opening else BackendError
     if fault.elsewhere:
         told = f"the bucket is in region {fault.region}; write region: {fault.region}" if fault.region else (
             "the bucket is in another region; write it as region"
         )  # fmt: skip
-        return (ConfigError if opening else BackendError)(f"{where}: {told}")
-    if code in _NEVER:
-        line = f"{where}: {_NEVER[code].format(objects=objects)}"
-        return (ConfigError if opening else BackendError)(line)
-    if opening and not code and fault.status in (200, 404):
-        return ConfigError(f"{where}: what answers there is no S3 server; correct endpoint")
-    if code.startswith("KMS."):
-        line = f"{where}: the key of the encryption cannot be used ({code}); correct kms_key, or allow its use"
-        return (ConfigError if opening else BackendError)(line)
-    if code in _NOW:
-        return BackendError(f"{where}: {_NOW[code]}")
-    if fault.status is None:
-        return BackendError(f"{where}: {fault.code}; the tier tries again by itself")
-    answer = f"{fault.status} {fault.code}".strip()
-    advice = "the tier tries again by itself" if fault.passing else "look in the server's log"
-    return BackendError(f"{where}: the server answers {answer}; {advice}")
+        return kind(f"s3: {place}: {told}")
+    if fault.code.startswith("KMS."):
+        advice = f"the key of the encryption cannot be used ({fault.code}); correct kms_key, or allow its use"
+        return kind(f"s3: {place}: {advice}")
+    return faults.told(fault, DIALECT, place, objects, opening=opening)
 
 
 def lacks(library: str, error: ImportError) -> ConfigError:
     """The error for a library that cannot be imported."""
-    missing = isinstance(error, ModuleNotFoundError)
-    what = f"{library} is not installed" if missing else f"{library} is of another version: {error}"
-    return ConfigError(f"s3: {what}; pip install 'lmcache-core[s3]'")
+    return faults.lacks("s3", library, error)

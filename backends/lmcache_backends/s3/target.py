@@ -26,7 +26,7 @@ class Target(NamedTuple):
     @classmethod
     def of(cls, options: S3Options, region: str, endpoint: str) -> Target:
         """The target of options, with the region and endpoint of the environment where they have none."""
-        bucket = options.bucket_name()
+        bucket = options.place_name()
         written = (options.endpoint or endpoint).rstrip("/")
         virtual = options.addressing == "virtual"
         if options.addressing == "auto":

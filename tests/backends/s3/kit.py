@@ -12,8 +12,8 @@ from typing import Any
 import obstore
 from obstore.store import S3Store
 
+from lmcache_backends.objects.names import Names
 from lmcache_backends.s3 import S3Options
-from lmcache_backends.s3.names import Names
 from lmcache_core.protocols import ChunkKey
 from tests.backends.s3.conftest import BUCKET
 from tests.servers.s3 import ACCESS_KEY, SECRET_KEY, Server

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from lmcache_backends.objects.faults import Fault
+from lmcache_backends.objects.retries import Retries
+from lmcache_backends.objects.tally import Tally
 from lmcache_backends.s3 import S3Backend
-from lmcache_backends.s3.errors import Fault
-from lmcache_backends.s3.retries import Retries
-from lmcache_backends.s3.tally import Tally
 from lmcache_core import Cache
 from lmcache_core.errors import BackendError
 from lmcache_core.protocols import ReadResult, WriteResult
@@ -194,8 +194,8 @@ async def test_what_may_pass_is_repeated_and_nothing_else(monkeypatch: pytest.Mo
     async def slept(seconds: float) -> None:
         waits.append(seconds)
 
-    monkeypatch.setattr("lmcache_backends.s3.retries.asyncio.sleep", slept)
-    monkeypatch.setattr("lmcache_backends.s3.retries.random.uniform", lambda low, high: high)
+    monkeypatch.setattr("lmcache_backends.objects.retries.asyncio.sleep", slept)
+    monkeypatch.setattr("lmcache_backends.objects.retries.random.uniform", lambda low, high: high)
     tally = Tally()
     retries = Retries(3, 100, tally)
     assert await retries.run(Failing(3, Fault("SlowDown", 503))) == "done"
@@ -213,7 +213,7 @@ async def test_what_may_pass_is_repeated_and_nothing_else(monkeypatch: pytest.Mo
 
 
 async def test_a_budget_ends_what_retries_would_make_worse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_backends.s3.retries.random.uniform", lambda low, high: 0.0)
+    monkeypatch.setattr("lmcache_backends.objects.retries.random.uniform", lambda low, high: 0.0)
     tally = Tally()
     retries = Retries(3, 5, tally)
     for _ in range(10):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from lmcache_backends.objects.names import Names
+from lmcache_backends.objects.tally import Tally
 from lmcache_backends.s3 import S3Options
-from lmcache_backends.s3.names import Names
-from lmcache_backends.s3.tally import Tally
 from lmcache_backends.s3.target import Target
 from lmcache_core.config import load_config
 from lmcache_core.config.conversion import convert
@@ -53,7 +53,7 @@ def test_the_plugin_is_found_by_its_name() -> None:
 )
 def test_a_bucket_may_be_a_url(written: dict[str, Any], bucket: str, prefix: str) -> None:
     options = S3Options(**written)
-    assert (options.bucket_name(), options.key_prefix()) == (bucket, prefix)
+    assert (options.place_name(), options.key_prefix()) == (bucket, prefix)
 
 
 @pytest.mark.parametrize(

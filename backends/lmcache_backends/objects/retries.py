@@ -7,8 +7,8 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from lmcache_backends.s3.errors import Fault
-from lmcache_backends.s3.tally import Tally
+from lmcache_backends.objects.faults import Fault
+from lmcache_backends.objects.tally import Tally
 
 __all__ = ["Retries"]
 

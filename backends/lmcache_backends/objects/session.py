@@ -1,32 +1,26 @@
-"""One opening of the backend: a client, and the requests under way."""
+"""One opening of a backend: a client, and the requests under way."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
-import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import xxhash
 
-from lmcache_backends.s3.client import DIGEST, Client, Part
-from lmcache_backends.s3.diagnosis import region_of, unreachable
-from lmcache_backends.s3.endings import end_before_exit
-from lmcache_backends.s3.errors import Fault, lacks, told
-from lmcache_backends.s3.identity import Identity
-from lmcache_backends.s3.names import Names
-from lmcache_backends.s3.options import S3Options
-from lmcache_backends.s3.retries import Retries
-from lmcache_backends.s3.tally import Tally
-from lmcache_backends.s3.target import Target
+from lmcache_backends.objects.client import DIGEST, Client, Part
+from lmcache_backends.objects.endings import end_before_exit
+from lmcache_backends.objects.faults import Fault
+from lmcache_backends.objects.names import Names
+from lmcache_backends.objects.options import ObjectOptions
+from lmcache_backends.objects.retries import Retries
+from lmcache_backends.objects.tally import Tally
 from lmcache_core.errors import BackendError, ClosedError, ConfigError
 from lmcache_core.iothreads import IoThreads
 from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
 
-__all__ = ["Session"]
+__all__ = ["Service", "Session"]
 
 T = TypeVar("T")
 
@@ -40,14 +34,46 @@ _MOST_DELETED = 1000
 _LARGEST_MANIFEST = 1 << 20
 
 
+class Service(Protocol):
+    """What differs from one kind of service to another. Made anew for each opening."""
+
+    @property
+    def bulk(self) -> bool:
+        """Whether one request can delete several objects."""
+        ...
+
+    @property
+    def place(self) -> str:
+        """Where the objects are, for people."""
+        ...
+
+    async def connect(self, threads: IoThreads, tally: Tally) -> Client:
+        """A client; nothing need have been asked yet.
+
+        Raises:
+            ConfigError: With these options it can never work.
+            BackendError: It does not work now.
+        """
+        ...
+
+    async def why(self, fault: Fault, threads: IoThreads) -> BackendError | ConfigError:
+        """The error that says why it cannot be opened; asks the network where the fault doesn't say."""
+        ...
+
+    def told(self, fault: Fault) -> BackendError | ConfigError:
+        """The error for a fault while it is open."""
+        ...
+
+
 class Session:
     """Requests of one opening. `ClosedError` ends those that are under way when it is closed."""
 
-    def __init__(self, options: S3Options, tally: Tally) -> None:
+    def __init__(self, options: ObjectOptions, service: Service, tally: Tally) -> None:
         self._options = options
+        self._service = service
         self._tally = tally
-        self._threads = IoThreads("s3", _THREADS)
-        self._identity = Identity(options, self._threads)
+        self._door = options.door
+        self._threads = IoThreads(options.door, _THREADS)
         self._names = Names(options.key_prefix())
         self._retries = Retries(options.retries, options.retry_budget, tally)
         self._free = asyncio.Semaphore(options.connections)
@@ -55,10 +81,7 @@ class Session:
         self._client: Client | None = None
         self._ended = False
         self._conditional = options.conditional
-        self._bulk = True
-        """Whether the server deletes several objects in one request."""
-        self._place = f"bucket {options.bucket_name()}"
-        self._objects = ""
+        self._bulk = service.bulk
 
     # Life
 
@@ -70,49 +93,15 @@ class Session:
             BackendError: It does not work now.
         """
         try:
-            await self._open()
+            self._client = client = await self._service.connect(self._threads, self._tally)
+            self._ending = end_before_exit(self._abort)
+            try:
+                await client.probe(self._names.absent)
+            except Fault as fault:
+                raise await self._service.why(fault, self._threads) from None
         except BaseException:  # a cancelled opening too must leave nothing behind
             await self.close()
             raise
-
-    async def _open(self) -> None:
-        options = self._options
-        ca = await self._threads.run(_authority, options.ca_file) if options.ca_file else None
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-        target = Target.of(options, options.region or await self._identity.region(), endpoint)
-        self._place, self._objects = target.place, target.objects
-        await self._identity.keys()
-        self._client = client = await self._connected(target, ca)
-        self._ending = end_before_exit(self._abort)
-        try:
-            await client.probe(self._names.absent)
-        except Fault as fault:
-            raise await self._why(fault, target, ca) from None
-
-    async def _connected(self, target: Target, ca: str | None) -> Client:
-        options = self._options
-        name, library = ("aws", "aioboto3") if options.is_express() else ("rust", "obstore")
-        try:
-            module = await self._threads.run(importlib.import_module, f"lmcache_backends.s3.{name}")
-        except ImportError as error:
-            raise lacks(library, error) from error
-        if options.is_express():
-            making = await self._threads.run(module.prepare, options, target, self._identity)
-            aws: Client = await module.make(options, target, making, self._threads, self._tally)
-            return aws
-        rust: Client = await self._threads.run(module.make, options, target, self._identity, self._tally, ca)
-        return rust
-
-    async def _why(self, fault: Fault, target: Target, ca: str | None) -> BackendError | ConfigError:
-        """The error that says why it cannot be opened; asks the network where the fault doesn't say."""
-        options, verify = self._options, self._options.verify
-        if fault.status is None or (fault.status == 400 and not fault.code):
-            return await self._threads.run(unreachable, target.url, options.connect_timeout, ca, fault, verify=verify)
-        if fault.elsewhere and not fault.region:
-            limit = options.connect_timeout
-            region = await self._threads.run(region_of, target.url, target.bucket, limit, ca, verify=verify)
-            fault = Fault(fault.code, fault.status, region)
-        return told(fault, self._place, self._objects, opening=True)
 
     async def close(self) -> None:
         """Give what is under way some time, end the rest and let go of all connections."""
@@ -228,7 +217,12 @@ class Session:
             if not fault.unknown_verb:
                 raise
             self._conditional = False
-            self._threads.post(_log.warning, "s3: %s: takes no conditions, is written to without", self._place)
+            self._threads.post(
+                _log.warning,
+                "%s: %s: takes no conditions, is written to without",
+                self._door,
+                self._service.place,
+            )
             return False
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
@@ -283,7 +277,7 @@ class Session:
         async def once() -> T:
             async with self._free:
                 if self._client is None or self._ended:
-                    raise ClosedError("s3: the backend has been closed")
+                    raise ClosedError(f"{self._door}: the backend has been closed")
                 return await request(self._client)
 
         return await self._retries.run(once)
@@ -297,7 +291,7 @@ class Session:
         try:
             return await verb
         except Fault as fault:
-            raise told(fault, self._place, self._objects) from None
+            raise self._service.told(fault) from None
 
     async def _all(self, works: Iterable[Coroutine[object, object, None]]) -> None:
         """Do all of it at once, and end when all of it has: at the first that fails, or when cancelled, the rest is
@@ -315,7 +309,7 @@ class Session:
         failed: BaseException | None = None
         for task in tasks:
             if task.cancelled():
-                failed = failed or ClosedError("s3: the backend has been closed")
+                failed = failed or ClosedError(f"{self._door}: the backend has been closed")
             elif (error := task.exception()) is not None and not isinstance(failed, Fault):
                 failed = error
         if failed is not None:
@@ -341,15 +335,3 @@ async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
             waiting = {task for task in waiting if not task.done()}
     if cancelled is not None:
         raise cancelled
-
-
-def _authority(path: str) -> str:
-    """Certificates from a file."""
-    try:
-        text = Path(path).expanduser().read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not PEM"
-        raise ConfigError(f"s3: ca_file {path!r} cannot be read: {why}; correct the path") from None
-    if "BEGIN CERTIFICATE" not in text:
-        raise ConfigError(f"s3: ca_file {path!r} has no certificate; write a file in PEM")
-    return text

@@ -5,28 +5,28 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from lmcache_backends.s3.errors import Fault
+from lmcache_backends.objects.faults import TRIES_AGAIN, Fault
 from lmcache_core.errors import BackendError, ConfigError
 
-__all__ = ["region_of", "unreachable"]
+__all__ = ["trusting", "unreachable"]
 
 _EXPIRED, _NOT_YET, _OTHER_HOST = 10, 9, 62
 """Of OpenSSL, `X509_V_ERR_*`."""
 _ALERT, _HANDSHAKE = b"\x15", b"\x16"
 """Types of TLS records."""
-_BY_ITSELF = "the tier tries again by itself"
 
 
-def unreachable(url: str, timeout: float, ca: str | None, fault: Fault, *, verify: bool) -> BackendError | ConfigError:
+def unreachable(
+    door: str, url: str, timeout: float, ca: str | None, fault: Fault, *, verify: bool
+) -> BackendError | ConfigError:
     """The error that says why nothing comes back from `url`; `fault` is what a request made of it."""
     parts = urlsplit(url)
     host, secure = parts.hostname or "", parts.scheme == "https"
     port = parts.port or (443 if secure else 80)
-    where = f"s3: {parts.scheme}://{parts.netloc}"
+    where = f"{door}: {parts.scheme}://{parts.netloc}"
     proxy = getproxies().get(parts.scheme)
     if proxy and not proxy_bypass(host):
         proxy = urlsplit(proxy).hostname
@@ -34,7 +34,7 @@ def unreachable(url: str, timeout: float, ca: str | None, fault: Fault, *, verif
     try:
         with socket.create_connection((host, port), timeout) as connection:
             if secure:
-                with _context(ca, verify=verify).wrap_socket(connection, server_hostname=host):
+                with trusting(ca, verify=verify).wrap_socket(connection, server_hostname=host):
                     pass
             elif fault.code != "no answer in time" and _speaks_tls(connection, host):
                 return ConfigError(f"{where}: the server speaks HTTPS; write endpoint: https://{parts.netloc}")
@@ -45,29 +45,12 @@ def unreachable(url: str, timeout: float, ca: str | None, fault: Fault, *, verif
     except socket.gaierror:
         return BackendError(f"{where}: there is no host {host}; correct endpoint, or the network's names")
     except ConnectionRefusedError:
-        return BackendError(f"{where}: connection refused; start the server, or correct endpoint; {_BY_ITSELF}")
+        return BackendError(f"{where}: connection refused; start the server, or correct endpoint; {TRIES_AGAIN}")
     except TimeoutError:
         return BackendError(f"{where}: no connection within {timeout:g} s; look at firewalls, or correct endpoint")
     except OSError as error:
-        return BackendError(f"{where}: {error.strerror or error}; {_BY_ITSELF}")
-    return BackendError(f"{where}: {fault.code}; {_BY_ITSELF}")
-
-
-def region_of(url: str, bucket: str, timeout: float, ca: str | None, *, verify: bool) -> str:
-    """The region that a server says a bucket is in, to whoever asks; empty if it does not say."""
-    parts = urlsplit(url)
-    connection = (
-        HTTPSConnection(parts.netloc, timeout=timeout, context=_context(ca, verify=verify))
-        if parts.scheme == "https"
-        else HTTPConnection(parts.netloc, timeout=timeout)
-    )
-    try:
-        connection.request("HEAD", "/" if (parts.hostname or "").startswith(f"{bucket}.") else f"/{bucket}")
-        return connection.getresponse().headers.get("x-amz-bucket-region", "")
-    except (OSError, HTTPException):
-        return ""
-    finally:
-        connection.close()
+        return BackendError(f"{where}: {error.strerror or error}; {TRIES_AGAIN}")
+    return BackendError(f"{where}: {fault.code}; {TRIES_AGAIN}")
 
 
 def _refused(where: str, host: str, error: ssl.SSLCertVerificationError) -> BackendError | ConfigError:
@@ -83,7 +66,7 @@ def _speaks_tls(connection: socket.socket, host: str) -> bool:
     """Whether a hello is answered by a handshake or an alert. `wrap_socket` would leave a socket behind on a connection
     that was reset."""
     coming, going = ssl.MemoryBIO(), ssl.MemoryBIO()
-    hello = _context(None, verify=False).wrap_bio(coming, going, server_hostname=host)
+    hello = trusting(None, verify=False).wrap_bio(coming, going, server_hostname=host)
     with contextlib.suppress(ssl.SSLWantReadError):
         hello.do_handshake()
     try:
@@ -94,7 +77,8 @@ def _speaks_tls(connection: socket.socket, host: str) -> bool:
     return answer in (_ALERT, _HANDSHAKE)
 
 
-def _context(ca: str | None, *, verify: bool) -> ssl.SSLContext:
+def trusting(ca: str | None, *, verify: bool) -> ssl.SSLContext:
+    """Whom to trust: the usual authorities, and those of `ca`; all, unless it is to `verify`."""
     context = ssl.create_default_context()
     if ca is not None:
         context.load_verify_locations(cadata=ca)
