@@ -152,6 +152,10 @@ class TierStats:
     counters: Mapping[str, int] = field(default_factory=dict)
     why: str = ""
     """Why it is not up: its last failure."""
+    read_latency: float | None = None
+    """Seconds that a read takes whatever its size, as learned; None while nothing is known."""
+    read_bandwidth: float | None = None
+    """Bytes a second of a read besides."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,15 @@ class TierEvents(Protocol):
     def loaded(self, load: Load, result: ReadResult | None, seconds: float) -> None:
         """A read has ended; None stands for a failure. `seconds` is its share of the call it was part of."""
 
+    def measured(self, number: int, nbytes: int, seconds: float) -> None:
+        """A call that read `nbytes` from a tier, hits only, took so long."""
+
+    def patience(self, number: int, nbytes: int) -> float | None:
+        """Seconds that reading so much from a tier hardly ever takes; None while that is not known."""
+
+    def overdue(self, load: Load) -> bool:
+        """A read takes longer than that: another tier may read the chunk too. Returns whether one does."""
+
     def dropped(self, load: Load) -> None:
         """A read was not carried out; that says nothing about the chunk."""
 

@@ -65,6 +65,11 @@ class TierHealth:
         self._attempt = 0
         self._last_success = -math.inf
 
+    @property
+    def session(self) -> int:
+        """Another number each time that it has been opened or left alone: what was asked before tells nothing of it."""
+        return self._attempt
+
     async def open(self) -> None:
         """Open the backend and learn what it holds. A medium that cannot be used now is tried again later.
 

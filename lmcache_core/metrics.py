@@ -81,6 +81,14 @@ TIER_GAUGES: dict[str, tuple[str, Callable[[TierStats], float | None]]] = {
         "Bytes of buffers that are out of use because their I/O is past its deadline and has not ended.",
         lambda tier: tier.quarantined,
     ),
+    "tier_read_latency_seconds": (
+        "Seconds that a read of the tier takes whatever its size, as learned; absent while that is not known.",
+        lambda tier: tier.read_latency,
+    ),
+    "tier_read_bandwidth_bytes": (
+        "Bytes a second that a read of the tier moves besides; absent while that is not known.",
+        lambda tier: tier.read_bandwidth,
+    ),
 }
 """Gauges of each tier, with the label `tier`; None leaves one out."""
 

@@ -101,15 +101,18 @@ class Prober:
     async def _ask_tier(
         self, runner: TierRunner, spaces: Sequence[Space], keys: Sequence[bytes], first_page: int
     ) -> None:
+        health, session = runner.health, runner.health.session
         try:
             async with asyncio.timeout(runner.config.read_timeout):
                 for space in spaces:
                     await self._ask_space(runner, space, keys, first_page)
         except TimeoutError:
             limit = runner.config.read_timeout
-            runner.health.timed_out(f"did not tell what it holds within {limit:g} s", limit)
+            if health.session == session:
+                health.timed_out(f"did not tell what it holds within {limit:g} s", limit)
         except (BackendError, ConfigError) as error:
-            runner.health.failed(error, "failed to look up")
+            if health.session == session:
+                health.failed(error, "failed to look up")
 
     async def _ask_space(self, runner: TierRunner, space: Space, keys: Sequence[bytes], first_page: int) -> None:
         geometry = space.known

@@ -51,6 +51,23 @@ class Reports:
             waiters = _pop(load) if told else []
         _tell(waiters, hit)
 
+    def measured(self, number: int, nbytes: int, seconds: float) -> None:
+        """See `TierEvents`."""
+        with self._guard.mutex:
+            if not self._guard.broken:
+                self._guard.index.measured(self._guard.index.tiers[number], nbytes, seconds)
+
+    def patience(self, number: int, nbytes: int) -> float | None:
+        """See `TierEvents`."""
+        with self._guard.mutex:
+            index = self._guard.index
+            return None if self._guard.broken else index.patience(index.tiers[number], nbytes)
+
+    def overdue(self, load: Load) -> bool:
+        """See `TierEvents`."""
+        with self._report() as index:
+            return index is not None and index.overdue(load)
+
     def dropped(self, load: Load) -> None:
         """See `TierEvents`."""
         with self._report() as index:

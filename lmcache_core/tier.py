@@ -20,6 +20,7 @@ from lmcache_core.errors import BackendError, ConfigError
 from lmcache_core.events import TierEvents
 from lmcache_core.framing import Framer
 from lmcache_core.health import TierHealth
+from lmcache_core.hedging import Hedging
 from lmcache_core.index.decisions import Delete, Describe, Load, Touch, Write
 from lmcache_core.protocols import (
     Chunk,
@@ -69,6 +70,7 @@ class TierRunner:
         self._mutations: deque[Mutation] = deque()
         self._busy: dict[ChunkKey, asyncio.Future[None]] = {}
         self._undeleted: dict[ChunkKey, None] = {}
+        self._hedging = Hedging(config, events, number, lambda: self._reads)
         self._reading = 0
         self._mutating = 0
         self._late = 0
@@ -122,6 +124,8 @@ class TierRunner:
         self._timers[load] = asyncio.get_running_loop().call_later(self.config.read_timeout, self._late_read, load)
         self._reads.append(load)
         self._pump()
+        if self._hedging.stuck and load in self._reads:
+            self._events.overdue(load)
 
     def mutate(self, mutation: Mutation) -> None:
         """Queue a write or anything else that changes the tier; its deadline runs from when its turn comes."""
@@ -179,12 +183,13 @@ class TierRunner:
 
     async def _read(self, loads: list[Load]) -> None:
         loop = asyncio.get_running_loop()
-        wanted = [load for load in loads if not (load.late or load.doomed)]
+        wanted = [load for load in loads if load.wanted]
         left = set(loads)
         try:
             if wanted:
                 started = loop.time()
-                results = await self._results(wanted)
+                with self._hedging.watch(wanted):
+                    results = await self._results(wanted)
                 seconds = (loop.time() - started) / len(wanted)
                 for load, result in zip(wanted, results, strict=True):
                     left.discard(load)
@@ -201,6 +206,8 @@ class TierRunner:
         entries = [load.entry for load in loads]
         for load in loads:
             load.slot.frame[: frame.ALIGN] = _NO_HEADER  # what an earlier chunk left must not pass for this one
+        loop = asyncio.get_running_loop()
+        started = loop.time()
         try:
             results = await self.health.calls.call(
                 self.coder.read(
@@ -214,7 +221,10 @@ class TierRunner:
         if not isinstance(results, (list, tuple)) or len(results) != len(loads):
             self.health.failed(BackendError(f"{results!r:.80} for {len(loads)} keys"), "failed to read")
             return [None] * len(loads)
+        seconds = loop.time() - started
         checked = [await self.coder.check(load, result) for load, result in zip(loads, results, strict=True)]
+        if all(result is ReadResult.HIT for result in checked):
+            self._events.measured(self.number, sum(entry.nbytes for entry in entries), seconds)
         if self._remote and all(result is ReadResult.CORRUPT for result in checked):
             self.health.failed(BackendError("what it gave is not what was stored"), "gives wrong bytes")
         elif not any(load.late for load in loads):

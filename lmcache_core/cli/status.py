@@ -335,6 +335,8 @@ def plain(path: str, seen: Seen, before: Seen | None) -> dict[str, object]:
                 "chunks": stats.chunks,
                 "queued": 0,
                 "quarantined": 0,
+                "read_latency": None,
+                "read_bandwidth": None,
             },
             *(
                 {
@@ -347,6 +349,8 @@ def plain(path: str, seen: Seen, before: Seen | None) -> dict[str, object]:
                     "chunks": tier.chunks,
                     "queued": tier.queued,
                     "quarantined": tier.quarantined,
+                    "read_latency": tier.read_latency,
+                    "read_bandwidth": tier.read_bandwidth,
                 }
                 for tier in stats.tiers
             ),

@@ -97,6 +97,9 @@ class TierConfig(_Section, frozen=True, forbid_unknown_fields=True):
     """Deadline of one store. Afterwards the chunk counts as not stored."""
     concurrency: Count = 8
     """Operations under way at once."""
+    hedge: bool = False
+    """Have another tier that holds the chunk read it too, when this one takes longer than it is known to, and use what
+    comes first. Of all reads a tenth is made twice at most."""
     breaker: BreakerConfig = BreakerConfig()
     """When the tier is left alone after failures."""
     quarantine: ByteSize = 2**30

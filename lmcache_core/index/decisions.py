@@ -13,6 +13,7 @@ from lmcache_core.protocols import ChunkKey
 if TYPE_CHECKING:
     from lmcache_core.hostpool import Slot
     from lmcache_core.index.entries import Entry, Space
+    from lmcache_core.index.shares import Owner
 
 
 class Refusal(enum.Enum):
@@ -105,7 +106,17 @@ class Load:
     """Nobody waits for it any more, since its deadline has passed; its slot is used by nobody else until it ends."""
     doomed: bool = False
     """What it reads has been cleared meanwhile."""
+    twin: Load | None = None
+    """Reads the same chunk from another tier into another slot; the first of the two to have it is the one used."""
+    beaten_of: Owner | None = None
+    """The other one has been used, or is waited for instead: whatever becomes of this one changes nothing, and its slot
+    counts for that owner until it has ended."""
     waiters: list[Callable[[bool], None]] = field(default_factory=list)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody has a use for it."""
+        return not (self.late or self.doomed or self.beaten_of)
 
 
 class Read(NamedTuple):

@@ -72,7 +72,7 @@ class Index(Loading):
         self.frozen = False
         """Nothing new is stored; what is there is served."""
         self._lease_timeout = lease_timeout
-        self._clock = clock
+        self.clock = clock
         self._share_timeout = share_timeout
         self._numbers = 0
         self._second_touch = 0
@@ -139,7 +139,7 @@ class Index(Loading):
     def lease(self, found: Found) -> Lease:
         """Keep what was found, and note its use: chunks are touched from tail to head, so that tails go first."""
         self._numbers += 1
-        lease = Lease(self._numbers, found, self._clock() + self._lease_timeout)
+        lease = Lease(self._numbers, found, self.clock() + self._lease_timeout)
         self.leases[lease.number] = lease
         for piece in found.pieces:
             piece.entry.leases += 1
@@ -366,7 +366,7 @@ class Index(Loading):
     def tick(self) -> None:
         """Event: time has passed. Ends leases, passes on uses, keeps tiers within their capacity and owners within
         their quotas."""
-        now = self._clock()
+        now = self.clock()
         while self.leases:
             lease = next(iter(self.leases.values()))
             if lease.expires > now:

@@ -98,6 +98,8 @@ class Residency:
         if entry.slot is not None or entry.load is not None:
             places.append(self.policy)
         places += [tier.policy for tier in self.tiers if (entry.where | entry.writing) & tier.bit]
+        if entry.load is not None and entry.load.twin is not None:
+            return  # two slots count for it
         if all(owner.shares[shares.place].over(entry.nbytes) <= 0 for shares in places):
             for shares in places:
                 shares.move(entry, owner)
@@ -480,7 +482,8 @@ class Residency:
 
     @staticmethod
     def _tier_may_drop(tier: TierState, entry: Entry) -> bool:
-        read = entry.load is not None and entry.load.tier == tier.number
+        load = entry.load
+        read = load is not None and tier.number in (load.tier, load.tier if load.twin is None else load.twin.tier)
         return not (read or entry.pins or (entry.leases and not entry.where & POOL))
 
     def _lost(self, tier: TierState, entry: Entry) -> None:
@@ -553,6 +556,8 @@ class Residency:
             removed += bool(entry.where & places)
             if entry.load is not None and places & POOL:
                 entry.load.doomed = True
+                if entry.load.twin is not None:
+                    entry.load.twin.doomed = True
             for tier in self.tiers:
                 if not places & tier.bit:
                     continue

@@ -10,6 +10,7 @@ from typing import Literal
 from lmcache_core.index.entries import Entry, tier_bit
 from lmcache_core.index.policy import PolicyName
 from lmcache_core.index.shares import Owner, Shares
+from lmcache_core.pace import Pace
 from lmcache_core.protocols import ChunkKey
 
 WriteMode = Literal["through", "evict", "never"]
@@ -62,6 +63,8 @@ class TierState:
         self.owed: OrderedDict[Entry, None] = OrderedDict()
         """Chunks of the pool that shall be written once less is pending, in order."""
         self.policy = Shares(number + 1, rules.policy)
+        self.pace = Pace()
+        """How fast it is read."""
         self.touched: OrderedDict[ChunkKey, None] = OrderedDict()
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 

@@ -70,6 +70,8 @@ def test_status_in_json_is_what_happened(run: Run, node: AtWork) -> None:
             "chunks": 4,
             "queued": 0,
             "quarantined": 0,
+            "read_latency": None,
+            "read_bandwidth": None,
         },
         {
             "name": "disk",
@@ -81,6 +83,8 @@ def test_status_in_json_is_what_happened(run: Run, node: AtWork) -> None:
             "chunks": 4,
             "queued": 0,
             "quarantined": 0,
+            "read_latency": None,
+            "read_bandwidth": None,
         },
     ]
     (client_told,) = status["clients"]

@@ -381,6 +381,7 @@ def test_what_is_shown() -> None:
         ("tiers[0].read_timeout", "2s", "default"),
         ("tiers[0].write_timeout", "30s", "default"),
         ("tiers[0].concurrency", "8", "default"),
+        ("tiers[0].hedge", "false", "default"),
         ("tiers[0].breaker.failures", "3", "default"),
         ("tiers[0].breaker.cooldown", "1s", "default"),
         ("tiers[0].breaker.max_cooldown", "30s", "default"),

@@ -490,7 +490,9 @@ def test_every_metric_is_in_the_page(name: str, server: MetricsServer) -> None:
 
 
 def label_of(name: str) -> set[str]:
-    """Of a counter without a series yet."""
+    """Of a metric without a series yet."""
+    if name.removeprefix("lmcache_core_") in TIER_GAUGES:
+        return {"tier"}
     counter = COUNTERS.get(name.removeprefix("lmcache_core_").removesuffix("_total"))
     return {counter.label} if counter else set()
 

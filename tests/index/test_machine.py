@@ -54,6 +54,7 @@ class IndexMachine(RuleBasedStateMachine):
         + ["begin_store", "finish_store", "look_up", "copy", "copied", "copied", "unpin_all"]
         + ["time_passes", "deadline", "pin", "unpin_all", "clear", "tier_fails_and_comes_back"]
         + ["clear_in_turns"] * 2
+        + ["overdue"] * 4
     )
 
     MAY_LOSE = ("carry_out", "carry_out_all", "clear", "clear_in_turns", "deadline", "tier_fails_and_comes_back")
@@ -274,6 +275,17 @@ class IndexMachine(RuleBasedStateMachine):
         for decision in self.world.pending:
             if isinstance(decision, Read):
                 self.index.gave_up(decision.load)
+
+    def overdue(self) -> None:
+        """Some reads take longer than they should: where another tier has the chunk too, it is read twice."""
+        for decision in [d for d in self.world.pending if isinstance(d, Read)]:
+            if self.rng.random() < 0.7:
+                load = decision.load
+                alone = load.twin is None and load.entry.load is load
+                if self.index.overdue(load):
+                    assert alone
+                    assert load.twin is not None
+                    assert load.twin.tier != load.tier
 
     def tier_fails_and_comes_back(self) -> None:
         """Everything under way fails, what is queued is refused, and the tier is scanned when it comes back."""

@@ -94,7 +94,9 @@ class WatchedIndex(Index):
         again = self.readable & ~POOL if self._takes_leased else 0
         assert not entry.leases or entry.where & ~bit & (POOL | again)
         assert entry.where & ~bit or entry.writing or entry.key not in entry.space.chains, "others need the last copy"
-        assert entry.load is None or entry.load.late or entry.load.tier != bit.bit_length() - 2
+        load = entry.load
+        for each in () if load is None or load.late else (load, load.twin):
+            assert each is None or each.tier != bit.bit_length() - 2
         if self.asking is not None and self.asking[0] is not entry.owner:
             place = bit.bit_length() - 1
             asking, more = self.asking
@@ -313,7 +315,7 @@ class World:
         resident = {entry.slot for entry in entries if entry.slot is not None}
         used = resident | set(reserved) | set(lent)
         used |= {write.slot for writes in self.index.writes.values() for write in writes}
-        loads = [d.load for d in self.pending if isinstance(d, Read)]
+        loads = [d.load for d in self.pending + self.index.out if isinstance(d, Read)]
         used |= {load.slot for load in loads}
         assert {slot.references > 0 for slot in used} <= {True}
         assert self.pool.slots == len(used)
@@ -337,7 +339,15 @@ class World:
             self.check_shares(tier.policy, [*mine, *(w.entry for w in writes)], mine)
         pooled = [e for e in entries if e.slot is not None]
         staged = [e for space in self.spaces for e in space.staged.values()]
-        self.check_shares(self.index.policy, [*pooled, *staged, *(load.entry for load in loads)], pooled)
+        others = [load for load in loads if load.beaten_of is not None and load.beaten_of is not load.entry.owner]
+        for load in others:  # a read that is not wanted any more counts for who had the chunk then
+            assert load.beaten_of is not None
+            load.beaten_of.shares[0].held -= load.entry.nbytes
+        wanted = [load.entry for load in loads if load not in others]
+        self.check_shares(self.index.policy, [*pooled, *staged, *wanted], pooled)
+        for load in others:
+            assert load.beaten_of is not None
+            load.beaten_of.shares[0].held += load.entry.nbytes
         for entry in entries:
             self.check(entry)
             assert entry.leases >= 0

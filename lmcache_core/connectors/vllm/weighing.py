@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
@@ -72,6 +73,8 @@ class Weighing:
         nbytes = {tier: pages * page_bytes for tier, pages in tracked.slow.items()}
         load = self.rates.load_seconds(nbytes)
         if load is None:
+            load = self._as_node_tells(nbytes)
+        if load is None:
             tracked.patience = min(tracked.patience, PATIENCE * compute)
         elif load < compute:
             tracked.patience = min(tracked.patience, compute)
@@ -88,6 +91,22 @@ class Weighing:
                 tracked.held, tracked.held_at, tracked.weighed = less, self._clock(), True
                 there = self._pages_in_pool(less) >= less.pages
                 tracked.now = may_wait and there and self._soon(less.pages - first, page_bytes)
+
+    def _as_node_tells(self, nbytes: Mapping[str, int]) -> float | None:
+        """What loading so many bytes takes, where of some tiers this engine knows nothing yet and the node does: other
+        engines, or this one before it was started again, have read from them. Copying is not in it."""
+        told = {tier.name: tier for tier in self._client.stats().tiers}
+        seconds = 0.0
+        for name, count in nbytes.items():
+            mine = self.rates.load_seconds({name: count})
+            tier = told.get(name)
+            if mine is not None:
+                seconds += mine
+            elif tier is None or tier.read_latency is None:
+                return None
+            else:
+                seconds += tier.read_latency + count / (tier.read_bandwidth or math.inf)
+        return seconds
 
     def _soon(self, pages: int, page_bytes: int) -> bool:
         """Whether so many pages are copied within the time that a step may take for it."""

@@ -65,7 +65,9 @@ class Watcher:
         index, pool = self.node.guard.index, self.node.pool
         entries = self.entries()
         used = {entry.slot for entry in entries if entry.slot is not None}
-        used.update(entry.load.slot for entry in entries if entry.load is not None)
+        loads = [entry.load for entry in entries if entry.load is not None]
+        loads += [load.twin for load in loads if load.twin is not None]
+        used.update(load.slot for load in loads)
         for runner in self.node.runners:  # also of chunks that have been stored anew meanwhile
             used.update(load.slot for load in (*runner._timers, *runner._overdue))
         used.update(write.slot for writes in index.writes.values() for write in writes)

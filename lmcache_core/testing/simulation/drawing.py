@@ -51,6 +51,7 @@ def draw_tier(rng: random.Random, number: int) -> DrawnTier:
         read_timeout=rng.choice((0.02, 0.1, 0.5, 2.0)),
         write_timeout=rng.choice((0.05, 0.2, 1.0, 5.0)),
         concurrency=rng.choice((1, 1, 2, 4)),
+        hedge=rng.random() < 0.5,
         quarantine=rng.choice((1, 2, 4)) * CHUNK_BYTES,
         breaker=breaker,
     )

@@ -40,12 +40,29 @@ def lost_release() -> list[Patch]:
     return [(Loading, "dropped", dropped)]
 
 
+def beaten_slot() -> list[Patch]:
+    """The slot of a read that another has been faster than is used by others before it has ended."""
+    part = Loading._part
+
+    def release(self: Loading, load: Load, *, beaten: bool) -> Load | None:
+        twin = part(self, load, beaten=beaten)
+        if twin is not None:
+            (twin if beaten else load).slot.release()
+        return twin
+
+    def keep(self: Loading, load: Load) -> None:
+        assert load.beaten_of is not None
+        load.beaten_of.shares[0].held -= load.entry.nbytes
+
+    return [(Loading, "_part", release), (Loading, "_drop_beaten", keep)]
+
+
 def lost_lease() -> list[Patch]:
     """A lease that ends by itself goes on keeping its chunks."""
     release = Index.release
 
     def forget(self: Index, lease: Lease) -> None:
-        if lease.active and lease.expires <= self._clock():
+        if lease.active and lease.expires <= self.clock():
             lease.used = len(lease.found.pieces)
         release(self, lease)
 
@@ -187,6 +204,7 @@ PLANTS: dict[str, Callable[[], list[Patch]]] = {
     made.__name__.replace("_", "-"): made
     for made in (
         lost_release,
+        beaten_slot,
         lost_lease,
         lost_handle,
         lost_shard,

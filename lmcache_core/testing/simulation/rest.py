@@ -32,6 +32,8 @@ def rest(host: Host) -> None:
     longest = max((backend.weather.longest for backend in host.backends), default=0.0)
     if not loop.run_until(lambda: not any(backend.busy for backend in host.backends), longest):
         trace.fail(f"{host.name}: calls of a backend have not ended")  # of the simulation, this would be a mistake
+    if not loop.run_until(lambda: not node._prober._asking, host.read_seconds + 60):
+        trace.fail(f"{host.name}: questions have not ended")  # one from before may still take a tier out of use
     _come_up(host)
     if not loop.run_until(lambda: not node.guard.index.leases, host.config.lease_timeout + 2 * TICK):
         trace.fail(f"{host.name}: leases have not ended by themselves")

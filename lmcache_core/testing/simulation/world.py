@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmcache_core import guard
+from lmcache_core import guard, pace
 from lmcache_core.errors import ConfigError
 from lmcache_core.testing.simulation.backend import LocalBackend, RemoteBackend, SimulatedBackend
 from lmcache_core.testing.simulation.drawing import draw_config, draw_namespaces, draw_tier
@@ -67,6 +67,7 @@ class World:
         self.tiers = [draw_tier(rng, number) for number in range(rng.choice((0, *(1, 1, 1, 1), *(2, 2, 2), 3)))]
         self.configs = [draw_config(rng, self.tiers) for _ in range(rng.choice((1, 1, 1, 2)))]
         self.at_once = rng.choice((1, 3, 500))
+        self.fewest = rng.choice((1, 1, pace.FEWEST))
         self.lives = 0
         self._callbacks = 0
 
@@ -122,7 +123,7 @@ class World:
     def live(self) -> None:
         """Let engines work, and things happen to them."""
         rng = self.rng
-        guard.MOST_AT_ONCE = self.at_once
+        guard.MOST_AT_ONCE, pace.FEWEST = self.at_once, self.fewest
         for place in range(len(self.configs)):
             self.open(place)
         done = 0
@@ -203,7 +204,7 @@ class World:
 
 def run(seed: int, steps: int = STEPS, *, keep_all: bool = False) -> Outcome:
     """Run the world of a seed. Never raises for what it finds."""
-    at_once = guard.MOST_AT_ONCE
+    constants = guard.MOST_AT_ONCE, pace.FEWEST
     world = World(seed, steps, keep_all=keep_all)
     collects = gc.isenabled()
     gc.disable()  # what is let go of in a cycle is found at moments that depend on more than the seed
@@ -220,7 +221,7 @@ def run(seed: int, steps: int = STEPS, *, keep_all: bool = False) -> Outcome:
         if found is not None:
             failure = f"{type(found).__name__}: {found}"
     finally:
-        guard.MOST_AT_ONCE = at_once
+        guard.MOST_AT_ONCE, pace.FEWEST = constants
         world.end()
         gc.collect()
         gc.unfreeze()

@@ -8,6 +8,7 @@ import pytest
 
 from lmcache_core.connectors.vllm.plan import Report, Timing
 from lmcache_core.connectors.vllm.rates import Rates
+from lmcache_core.pace import FEWEST
 from tests.connectors.vllm.test_scheduler import come
 from tests.connectors.vllm.world import World, open_world, prompt
 from tests.node.shelf import Shelf
@@ -71,6 +72,19 @@ def test_what_pays_is_loaded_for_as_long_as_it_pays() -> None:
         assert world.scheduler.match("b", 0) == (64, True)
         assert world.scheduler._requests["b"].patience == pytest.approx(10.0)  # `load_timeout`, below 64 s
         assert world.scheduler.counts["declined_tokens", "t0"] == 0
+
+
+def test_a_tier_that_the_engine_has_not_read_yet_is_as_fast_as_the_node_knows_it() -> None:
+    """An engine that has just been started, beside a node that has been used by others."""
+    for seconds, answer in ((1e-9, (64, True)), (1e6, (0, False))):
+        with open_world(Shelf()) as world:
+            world_with_a_prompt_on_a_tier(world)
+            world.scheduler.report(Report(computed=[(1000, 0, 1000.0)], loaded=Counter(), timings=[]))
+            pace = world.node.guard.index.tiers[0].pace
+            for _ in range(FEWEST):
+                pace.add(1 << 20, seconds, 0.0)
+            assert world.scheduler.match("b", 0) == answer
+            assert bool(world.scheduler.counts["declined_tokens", "t0"]) is (answer == (0, False))
 
 
 def test_what_does_not_pay_is_computed_and_brought_to_memory_meanwhile() -> None:
