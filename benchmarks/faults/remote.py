@@ -8,10 +8,12 @@ left alone (`then_ms`), how long it takes until it is (`open_s`), and until it g
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -323,8 +325,27 @@ S3 = ("freezes", "is full", "revokes access")
 
 
 @contextmanager
+def _small(path: Path) -> Iterator[None]:
+    """A file system of its own, without a drive."""
+    path.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(path)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def _remount(path: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(path)], check=True)
+
+
+@contextmanager
 def _nfs(name: str, path: Path) -> Iterator[tuple[dict[str, Any], Bad]]:
-    with gluster_servers.volume(path / "gluster") as volume:
+    with ExitStack() as stack:
+        brick = path / "gluster" / "brick"
+        if name in ("is full", "is read only"):
+            stack.enter_context(_small(brick))
+        volume = stack.enter_context(gluster_servers.volume(path / "gluster", relayed=name in NFS_NETWORK))
         shared = volume.one.path / "kv"
         tier = {"backend": "nfs", "path": str(shared)}
 
@@ -337,17 +358,30 @@ def _nfs(name: str, path: Path) -> Iterator[tuple[dict[str, Any], Bad]]:
                         opened.seek(PAGE_BYTES // 2)
                         opened.write(bytes([byte[0] ^ 0x55]))
 
-        bad = {
+        def fill() -> None:
+            free = os.statvfs(brick)
+            os.posix_fallocate(
+                filling := os.open(brick / "filling", os.O_CREAT | os.O_WRONLY), 0, free.f_bavail * free.f_bsize
+            )
+            os.close(filling)
+
+        own = {
+            "is full": Bad(fill, lambda: os.unlink(brick / "filling")),
+            "is read only": Bad(partial(_remount, brick, "ro"), partial(_remount, brick, "rw")),
             "freezes": Bad(volume.one.freeze, volume.one.thaw),
             "flapping": Bad(volume.one.freeze, volume.one.thaw, turns=0.4),
             "its server dies": Bad(volume.server.kill, volume.server.restart),
             "its server freezes": Bad(volume.server.freeze, volume.server.thaw),
             "wrong bytes": Bad(damage, lambda: None, keeps=False),
         }
-        yield tier, bad[name]
+        if volume.relay is not None:
+            yield tier, _network(volume.relay, name)
+        else:
+            yield tier, own[name]
 
 
-NFS = ("freezes", "flapping", "its server dies", "its server freezes", "wrong bytes")
+NFS = ("freezes", "flapping", "its server dies", "its server freezes", "wrong bytes", "is full", "is read only")
+NFS_NETWORK = ("2 s latency", "1 MB/s", "resets after 300 kB", "swallows everything")
 
 
 @dataclass(frozen=True)
@@ -372,5 +406,5 @@ def _faults(
 FAULTS: list[Fault] = [
     *_faults("redis", (*REDIS, *NETWORK), _redis, partial(redis_servers.lacking, "valkey"), 3, 5.0),
     *_faults("s3", (*S3, *NETWORK), _s3, s3_servers.lacking, 2, 9.0),
-    *_faults("nfs", NFS, _nfs, gluster_servers.lacking, 2, 5.0),
+    *_faults("nfs", (*NFS, *NFS_NETWORK), _nfs, gluster_servers.lacking, 2, 5.0),
 ]

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.servers.chaos import Chaos, chaos
 from tests.servers.process import Process, accepts, free_ports, running
 
 __all__ = ["Mount", "Volume", "lacking", "volume"]
@@ -64,16 +65,19 @@ class Volume:
     brick: Path
     """Where the server keeps what is stored, as files."""
     server: Process
+    relay: Chaos | None
+    """Between `one` and the server, if that was asked for."""
     true: Mount
     """Believes nothing that it has not just asked the server for; the others may be a second behind."""
 
 
 @contextmanager
-def volume(directory: Path) -> Iterator[Volume]:
-    """A new volume with all it has in `directory`. It leaves nothing behind, whatever happens."""
+def volume(directory: Path, *, relayed: bool = False) -> Iterator[Volume]:
+    """A new volume with all it has in `directory`. It leaves nothing behind, whatever happens. `directory / "brick"`
+    may be there already, as a file system of its own."""
     directory.mkdir(parents=True, exist_ok=True)
     brick = directory / "brick"
-    brick.mkdir()
+    brick.mkdir(exist_ok=True)
     (port,) = free_ports(1)
     (directory / "server.vol").write_text(_server(brick, port))
     (directory / "client.vol").write_text(_client(port))
@@ -83,9 +87,13 @@ def volume(directory: Path) -> Iterator[Volume]:
         command += ["-p", str(directory / "server.pid")]
         server = Process(command, directory / "server.out", lambda: accepts(port))
         stack.enter_context(running(server))
-        one, two = (stack.enter_context(_mounted(directory, name)) for name in ("one", "two"))
+        relay = stack.enter_context(chaos(port)) if relayed else None
+        (directory / "one.vol").write_text(_client(port if relay is None else relay.port))
+        one = stack.enter_context(_mounted(directory, "one", "one.vol"))
+        two = stack.enter_context(_mounted(directory, "two"))
         never = ("--entry-timeout=0", "--attribute-timeout=0", "--negative-timeout=0", "--direct-io-mode=enable")
-        yield Volume(one, two, brick, server, stack.enter_context(_mounted(directory, "true", "true.vol", *never)))
+        true = stack.enter_context(_mounted(directory, "true", "true.vol", *never))
+        yield Volume(one, two, brick, server, relay, true)
 
 
 @contextmanager
