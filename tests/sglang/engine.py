@@ -13,13 +13,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["MODULE", "PAGE", "Answer", "Engine", "extra_config", "prompt"]
+__all__ = ["ENVIRONMENT", "MODULE", "PAGE", "STANDINS", "Answer", "Engine", "extra_config", "prompt"]
 
 MODULE = "lmcache_core.connectors.sglang"
 STANDINS = Path(__file__).parent / "standins"
 ROOT = Path(__file__).parents[2]
 PAGE = 16
 """Tokens of a page, where nothing else is said."""
+ENVIRONMENT: Mapping[str, str] = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
 START = 300.0
 """Seconds that an engine may take to start."""
 ANSWER = 60.0
@@ -103,12 +108,7 @@ class Engine:
             "hicache_storage_prefetch_policy": "wait_complete",
             "enable_cache_report": True,
         }
-        variables = {
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{STANDINS}{os.pathsep}{ROOT}",
-        }
+        variables = {**ENVIRONMENT, "PYTHONPATH": f"{STANDINS}{os.pathsep}{ROOT}"}
         self.lines: list[str] = []
         """What it has written to its log."""
         self._process = subprocess.Popen(

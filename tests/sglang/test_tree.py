@@ -1,0 +1,118 @@
+"""From the device to the host pool, to our tiers, to another tree's host pool and to its device: the same bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_core.config import Config, CpuConfig
+from lmcache_core.direct import DirectClient
+from lmcache_core.node import Node
+from lmcache_core.service.server import NodeServer
+from tests.sglang.engine import prompt
+from tests.sglang.tree import Tree
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+WAYS = list(itertools.product((True, False), repeat=2))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Any]:
+    """A node of its own, for trees that come and go."""
+    with Node(Config(64, 16, CpuConfig(capacity=64 << 20))) as made:
+        made.servers.append(NodeServer(made, str(tmp_path / "s")))
+        yield made
+
+
+@pytest.fixture
+def cache(node: Any, tmp_path: Path) -> dict[str, Any]:
+    return {"connect": str(tmp_path / "s")}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("stored", "read"), WAYS, ids=["v1-v1", "v1-v0", "v0-v1", "v0-v0"])
+def test_bytes_are_the_same_in_another_tree(cache: dict[str, Any], layout: str, stored: bool, read: bool) -> None:
+    tokens = prompt(1, 96)
+    with Tree(cache, layout, v1=stored) as tree:
+        want = tree.compute(tokens)
+    with Tree(cache, layout, v1=read) as tree:
+        assert tree.prefetch([*tokens, *prompt(2, 32)]) == 96
+        got = tree.load(tokens)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert tree.backend.faults == 0
+
+
+def test_a_conversation_that_grows_is_stored_in_whole_chunks(cache: dict[str, Any], node: Any) -> None:
+    tokens = prompt(1, 304)
+    with Tree(cache, "page_first") as tree:
+        for end in (96, 112, 208, 304):
+            want = tree.compute(tokens[:end])
+    assert DirectClient(node).stats().chunks == 5  # four of 64 tokens, and one of 48
+    with Tree(cache, "page_first") as tree:
+        assert tree.prefetch([*tokens, *prompt(2, 32)]) == 304
+        assert all(torch.equal(a, b) for a, b in zip(tree.load(tokens), want, strict=True))
+
+
+def test_layouts_do_not_meet(cache: dict[str, Any]) -> None:
+    tokens = prompt(1, 96)
+    for layout in LAYOUTS:
+        with Tree(cache, layout) as tree:
+            assert tree.prefetch(tokens) == 0
+            tree.compute(tokens)
+
+
+@pytest.mark.parametrize("page", [1, 4, 64])
+def test_pages_of_other_sizes(cache: dict[str, Any], page: int) -> None:
+    tokens = prompt(1, 192)
+    with Tree(cache, "page_first", page=page) as tree:
+        want = tree.compute(tokens)
+    with Tree(cache, "page_first", page=page) as tree:
+        assert tree.prefetch([*tokens, *prompt(2, 64)]) == 192
+        assert all(torch.equal(a, b) for a, b in zip(tree.load(tokens), want, strict=True))
+
+
+def test_without_the_keys_of_the_prefix(cache: dict[str, Any]) -> None:
+    tokens = prompt(1, 304)
+    with Tree(cache, "page_first", hicache_storage_pass_prefix_keys=False) as tree:
+        for end in (96, 112, 208, 304):
+            want = tree.compute(tokens[:end])
+    with Tree(cache, "page_first", hicache_storage_pass_prefix_keys=False) as tree:
+        assert tree.prefetch([*tokens, *prompt(2, 32)]) == 304
+        assert all(torch.equal(a, b) for a, b in zip(tree.load(tokens), want, strict=True))
+
+
+def test_clear_and_detach(cache: dict[str, Any]) -> None:
+    tokens = prompt(1, 96)
+    with Tree(cache, "page_first") as tree:
+        tree.compute(tokens)
+        backend = tree.backend
+        assert tree.cache.clear_storage_backend()
+        assert tree.cache.detach_storage_backend()[0]
+        assert backend.batch_exists(["0" * 64]) == 0
+        assert backend.batch_get_v1(["0" * 64], torch.arange(16)) == [False]
+    with Tree(cache, "page_first") as tree:
+        assert tree.prefetch(tokens) == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_sglang_s_own_faults(cache: dict[str, Any], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.005")
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
+    wants = []
+    with Tree(cache, layout) as tree:
+        for seed in range(6):
+            wants.append(tree.compute(prompt(seed, 96)))
+    come = 0
+    with Tree(cache, layout) as tree:
+        for seed, want in enumerate(wants):
+            there = tree.prefetch([*prompt(seed, 96), *prompt(99, 32)])
+            come += there
+            if there:
+                got = tree.load(prompt(seed, 96)[:there])
+                assert all(torch.equal(a, b[:there]) for a, b in zip(got, want, strict=True))
+    assert come > 0

@@ -1,0 +1,143 @@
+"""SGLang's real radix tree, controller and pools on CPU tensors, without an engine: what is computed is what a test
+writes."""
+
+from __future__ import annotations
+
+import json
+import unittest
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.test.kits.unified_radix_cache.config import CacheConfig
+from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, drop_hicache_atexit_pin
+from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
+
+from tests.sglang.engine import extra_config
+
+__all__ = ["HEADS", "LAYERS", "Tree"]
+
+LAYERS, HEADS, DIM = 4, 2, 32
+
+
+class Tree(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignore[misc, unused-ignore]
+    """One engine's cache, with ours behind it.
+
+    Args:
+        cache: Our configuration.
+        layout: Of the host pool.
+        v1: Whether SGLang uses its interface without copies.
+        page: Tokens of a page.
+        policy: Of prefetches.
+        options: Others of the extra configuration.
+    """
+
+    __test__ = False  # it is no test itself
+
+    def __init__(
+        self,
+        cache: Mapping[str, Any],
+        layout: str,
+        *,
+        v1: bool = True,
+        page: int = 16,
+        policy: str = "wait_complete",
+        **options: Any,
+    ) -> None:
+        super().__init__("runTest")
+        self.page = page
+        self.cfg = CacheConfig(
+            page_size=page,
+            components=(ComponentType.FULL,),
+            num_layers=LAYERS,
+            kv_size=1024,
+            max_context_len=1024,
+            head_num=HEADS,
+            head_dim=DIM,
+        )
+        self.cache, self.allocator, self.requests = build_fixture(self.cfg)
+        ranks = get_parallel().override(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+        ranks.__enter__()
+        self.addCleanup(ranks.__exit__, None, None, None)
+        extra = extra_config(dict(cache), interface_v1=int(v1), prefetch_threshold=1, weights_id="test", **options)
+        arguments = ServerArgs(
+            model_path="dummy",
+            page_size=page,
+            hicache_io_backend="direct" if layout == "page_first_direct" else "kernel",
+            hicache_mem_layout=layout,
+            hicache_write_policy="write_through",
+            hicache_storage_backend="dynamic",
+            hicache_storage_backend_extra_config=json.dumps(extra),
+            hicache_storage_prefetch_policy=policy,
+            served_model_name="dummy",
+        )
+        arguments._mamba_cache_chunk_size = 64
+        set_global_server_args_for_scheduler(arguments)
+        self.cache.init_hicache(arguments, self.cache.cache_init_params)
+        self.addCleanup(drop_hicache_atexit_pin, self.cache)
+        self.addCleanup(self.cache.release_host_resources)
+        self.cache.write_through_threshold = 1 << 30
+        self.cache.load_back_threshold = 0
+        controller = self.cache.cache_controller
+        controller.prefetch_capacity_limit = max(controller.prefetch_capacity_limit, controller.mem_pool_host.size)
+        self.addCleanup(self.cache.detach_storage_backend)
+        self._requests = 0
+
+    def runTest(self) -> None:
+        """For `unittest`, which wants one."""
+
+    def __enter__(self) -> Tree:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.doCleanups()
+
+    @property
+    def backend(self) -> Any:
+        """Ours, or SGLang's injector of faults around it."""
+        return self.cache.cache_controller.storage_backend
+
+    def _match(self, tokens: Sequence[int]) -> Any:
+        return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
+
+    def _numbers(self, matched: Any) -> list[torch.Tensor]:
+        places = self.cache.path_device_indices(matched.last_device_node)
+        pool = self.allocator.get_kvcache()
+        return [buffer[layer][places].clone() for layer in range(LAYERS) for buffer in (pool.k_buffer, pool.v_buffer)]
+
+    def compute(self, tokens: Sequence[int]) -> list[torch.Tensor]:
+        """Make KV up for a prompt and store what is new of it. Returns all of it."""
+        before = self._match(tokens).device_prefix_len
+        self._insert(self.cache, self.allocator, self.requests, list(tokens))
+        matched = self._match(tokens)
+        places = self.cache.path_device_indices(matched.last_device_node)[before:]
+        pool = self.allocator.get_kvcache()
+        for layer in range(LAYERS):
+            for buffer in (pool.k_buffer, pool.v_buffer):
+                buffer[layer][places] = torch.randn(len(places), HEADS, DIM).to(buffer[layer].dtype)
+        self._backup_node(self.cache, matched.last_device_node)
+        self._write_path_to_l3(self.cache, matched.last_device_node)
+        self._flush_l3_backups(self.cache)
+        return self._numbers(matched)
+
+    def prefetch(self, tokens: Sequence[int]) -> int:
+        """Have pages of a prompt brought from storage. Returns how many tokens have come."""
+        self._requests += 1
+        request = CacheRequestHandle(f"r{self._requests}", 0)
+        self.cache.prefetch_from_storage(request, self.cache.root_node_handle(), array("q", tokens), None, None)
+        self._run_prefetch_to_completion(self.cache, request)
+        return int(self.cache.pop_prefetch_loaded_tokens(request))
+
+    def load(self, tokens: Sequence[int]) -> list[torch.Tensor]:
+        """Bring what has come of a prompt to the device. Returns its KV there."""
+        self._load_back_through_admission(self.cache, self.requests, list(tokens))
+        self._finish_pending_loads(self.cache)
+        matched = self._match(tokens)
+        assert matched.device_prefix_len == len(tokens)
+        return self._numbers(matched)
