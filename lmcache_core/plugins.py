@@ -43,7 +43,7 @@ _DISTRIBUTION = "lmcache-core"
 # Names people may expect and that this version lacks.
 _LATER = frozenset({"gds", "mooncake", "nixl"})
 # The extra with what a backend of our own needs.
-_EXTRAS = {"redis": "redis", "s3": "s3"}
+_EXTRAS = {"azure": "azure", "gcs": "gcs", "redis": "redis", "s3": "s3"}
 # What a tier understands itself. `capacity` is for both: the node evicts by it, and a backend may want to know it.
 _TIER_KEYS = frozenset(field.key for field in fields_of(TierConfig)) - {"capacity"}
 

@@ -34,6 +34,8 @@ COMMANDS = [
     "+unlink",
     "+hset",
     "+hgetall",
+    "+scan",
+    "+strlen",
     "+info",
     "+client",
     "+cluster",

@@ -11,9 +11,12 @@ from typing import NamedTuple
 
 from lmcache_core.errors import BackendError, ConfigError
 
-__all__ = ["TRIES_AGAIN", "Dialect", "Fault", "fault_of_text", "lacks", "told"]
+__all__ = ["NO_CREDENTIALS", "TRIES_AGAIN", "Dialect", "Fault", "fault_of_text", "lacks", "told"]
 
 TRIES_AGAIN = "the tier tries again by itself"
+
+NO_CREDENTIALS = "no credentials"
+"""There was no request, for want of something to sign it with."""
 
 _PASSING_STATUS = frozenset({429, 500, 502, 503, 504})
 _PASSING = frozenset(
@@ -37,6 +40,8 @@ _ELSEWHERE = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstrai
 _STATUS = re.compile(r"status code: (\d{3})|with status (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _URL = re.compile(r"https?://[^\s\"]+")
+_UNSIGNED = re.compile(r"token request|get-access-token")
+_BEYOND = "Wanted range starting at"  # what obstore makes of an empty answer from where an object ends
 _REGION = re.compile(r"<Region>([a-z0-9-]{1,32})</Region>")
 
 # What the clients write of a connection that failed, in the order in which it tells more.
@@ -105,6 +110,10 @@ class Fault(Exception):
 def fault_of_text(text: str) -> Fault:
     """The fault in an error's text, where there is nothing but text."""
     code, region = _CODE.search(text), _REGION.search(text)
+    if _UNSIGNED.search(text):
+        return Fault(NO_CREDENTIALS, passing=False)
+    if _BEYOND in text:
+        return Fault("InvalidRange", 416)
     status = _STATUS.search(text)
     if status is None and "redirect without LOCATION" in text:
         return Fault("PermanentRedirect", 301, region[1] if region else "")

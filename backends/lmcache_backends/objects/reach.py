@@ -37,11 +37,15 @@ def unreachable(
                 with trusting(ca, verify=verify).wrap_socket(connection, server_hostname=host):
                     pass
             elif fault.code != "no answer in time" and _speaks_tls(connection, host):
-                return ConfigError(f"{where}: the server speaks HTTPS; write endpoint: https://{parts.netloc}")
+                return ConfigError(
+                    f"{where}: the server speaks HTTPS; write endpoint: https://{parts.netloc}{parts.path}"
+                )
     except ssl.SSLCertVerificationError as error:
         return _refused(where, host, error)
     except ssl.SSLError:
-        return ConfigError(f"{where}: the server does not speak HTTPS; write endpoint: http://{parts.netloc}")
+        return ConfigError(
+            f"{where}: the server does not speak HTTPS; write endpoint: http://{parts.netloc}{parts.path}"
+        )
     except socket.gaierror:
         return BackendError(f"{where}: there is no host {host}; correct endpoint, or the network's names")
     except ConnectionRefusedError:

@@ -177,9 +177,7 @@ class RustClient:
         try:
             async for batch in obstore.list(self._store, prefix, chunk_size=1000):
                 return [entry["path"] for entry in batch]
-        except FileNotFoundError as error:
-            self._check_place(str(error))
-        except (BaseError, ValueError) as error:
+        except (BaseError, FileNotFoundError, ValueError) as error:
             raise fault_of_text(str(error)) from None
         return []
 
