@@ -1,4 +1,6 @@
-"""Reads that take longer than a tier's reads do are begun on another tier too (Dean and Barroso, The Tail at Scale, 2013).
+"""Reads that take longer than a tier's reads do are begun on another tier too.
+
+Source: Dean and Barroso, The Tail at Scale, Communications of the ACM, 2013.
 
 What is under way is read twice then, so only a part of all reads may be. What still waits behind reads of which all are
 overdue is read once: by then the other tier has it, or this one does.

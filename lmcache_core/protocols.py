@@ -28,6 +28,8 @@ __all__ = [
     "CountsEvents",
     "Describes",
     "KVView",
+    "Listed",
+    "Lists",
     "ReadResult",
     "ReadsShorter",
     "RegisteredKV",
@@ -186,6 +188,28 @@ class Scannable(Protocol):
 
     def scan(self) -> AsyncIterator[Sequence[Stored]]:
         """Yield everything stored in batches, least recently used first. Only after `open`."""
+        ...
+
+
+class Listed(NamedTuple):
+    """A value that is there, as a backend that knows no more of it lists it."""
+
+    key: ChunkKey
+    nbytes: int
+
+
+@runtime_checkable
+class Lists(Protocol):
+    """Can go through all that it holds, at a cost: for tools such as `lmcache-core copy`, never for a request. Others
+    may read and write meanwhile."""
+
+    def listing(self) -> AsyncIterator[Sequence[Listed]]:
+        """Yield what is stored in batches, in any order. What is stored or removed meanwhile may be among it or not,
+        and a key may come twice; all else comes. Only after `open`.
+
+        Raises:
+            BackendError: The medium failed.
+        """
         ...
 
 

@@ -16,14 +16,16 @@ from lmcache_core.cli.loading import load_usable
 from lmcache_core.cli.output import add_json_option, byte_progress, print_json, print_note, visible
 from lmcache_core.cli.verification import damage
 from lmcache_core.config import TierConfig
-from lmcache_core.errors import BackendError, ConfigError, LayoutError, LMCacheError
+from lmcache_core.errors import BackendError, ConfigError, FrameError, LayoutError, LMCacheError
 from lmcache_core.iothreads import IoThreads
 from lmcache_core.namespace import Namespace
-from lmcache_core.protocols import Chunk, Describes, ReadResult, Scannable, Stored, WriteResult
+from lmcache_core.protocols import Chunk, ChunkKey, Describes, Lists, ReadResult, Scannable, Stored, WriteResult
 from lmcache_core.units import format_size, parse_size
 
 LIMIT = 30.0
 """Seconds that one operation may take."""
+MOST_BYTES = 1 << 30
+"""Of a chunk: what is larger is none, whatever lists it."""
 _ASKED = 64
 """Chunks that the target is asked for at a time."""
 
@@ -62,6 +64,15 @@ class Counts:
     damaged: int = 0
     gone: int = 0
     """Not on the source any more when they were read."""
+
+
+class _Found(NamedTuple):
+    """What the source lists."""
+
+    key: ChunkKey
+    nbytes: int
+    stored: Stored | None = None
+    """All that is known of it, if the source knows."""
 
 
 class Plan(NamedTuple):
@@ -181,16 +192,15 @@ class Copier:
         self._target_is_absent = plan.dry and _is_absent(plan.target)
         self._source = Alone(plan.source, LIMIT)
         self._target = Alone(plan.target, LIMIT)
-        if not isinstance(self._source.backend, Scannable):
+        if not isinstance(self._source.backend, Scannable | Lists):
             raise LMCacheError(
                 f"{plan.source.name} cannot be copied from: backend {plan.source.backend} does not list what it holds; "
-                "a source is a tier that does, such as one of disk"
+                "a source is a tier that does, such as one of disk, redis, s3 or nfs"
             )
-        self._scannable: Scannable = self._source.backend
         self._manifests: dict[bytes, bytes] = {}
         self._described: set[bytes] = set()
         self._wanted: Collection[bytes] | None = None
-        self._queue: asyncio.Queue[Stored | None] = asyncio.Queue(2 * plan.concurrency)
+        self._queue: asyncio.Queue[_Found | None] = asyncio.Queue(2 * plan.concurrency)
         self._pace = _Pace(plan.rate)
         self._threads = IoThreads("lmcache-copy", 2)
 
@@ -225,7 +235,7 @@ class Copier:
             self._manifests = await self._source.bounded("listing models", self._source.backend.manifests())
         if plan.space is None and plan.model is None:
             return
-        stored = {each.key.space async for batch in self._scannable.scan() for each in batch} - {SPACE}
+        stored = {each.key.space async for each in self._listed()} - {SPACE}
         known = {space: _namespace(self._manifests.get(space, b"")) for space in stored}
         if plan.model is not None:
             self._wanted = {space for space, each in known.items() if each and each.model_name == plan.model}
@@ -243,18 +253,29 @@ class Copier:
             what = f"model {plan.model!r}" if plan.model is not None else f"space {plan.space!r}"
             raise LMCacheError(f"{plan.source.name} has no {what}; it has: {', '.join(names) or 'none'}")
 
-    async def _chosen(self) -> AsyncIterator[Stored]:
-        async for batch in self._scannable.scan():
-            for stored in batch:
-                space = stored.key.space
-                if space != SPACE and (self._wanted is None or space in self._wanted):
-                    yield stored
+    async def _listed(self) -> AsyncIterator[_Found]:
+        """All that the source holds, least recently used first if it knows."""
+        backend = self._source.backend
+        if isinstance(backend, Scannable):
+            async for scanned in backend.scan():
+                for stored in scanned:
+                    yield _Found(stored.key, stored.nbytes, stored)
+        elif isinstance(backend, Lists):
+            async for batch in backend.listing():
+                for key, nbytes in batch:
+                    yield _Found(key, nbytes)
+
+    async def _chosen(self) -> AsyncIterator[_Found]:
+        async for found in self._listed():
+            space = found.key.space
+            if space != SPACE and (self._wanted is None or space in self._wanted):
+                yield found
 
     async def _feed(self) -> None:
         """Hand out what the target does not have, least recently used first, as a tier wants to be filled."""
-        batch: list[Stored] = []
-        async for stored in self._chosen():
-            batch.append(stored)
+        batch: list[_Found] = []
+        async for found in self._chosen():
+            batch.append(found)
             if len(batch) == _ASKED:
                 await self._ask(batch)
                 batch = []
@@ -263,39 +284,44 @@ class Copier:
         for _ in range(self._plan.concurrency):
             await self._queue.put(None)
 
-    async def _ask(self, batch: Sequence[Stored]) -> None:
-        keys = [stored.key for stored in batch]
+    async def _ask(self, batch: Sequence[_Found]) -> None:
+        keys = [found.key for found in batch]
         held = [False] * len(keys) if self._target_is_absent else await self._target.contains(keys)
-        for stored, there in zip(batch, held, strict=True):
+        for found, there in zip(batch, held, strict=True):
             if there:
                 self._counts.there += 1
-                self._moved(stored.nbytes)
+                self._moved(found.nbytes)
             else:
-                await self._queue.put(stored)
+                await self._queue.put(found)
 
     # Copying
 
     async def _work(self) -> None:
         memory = buffer(frame.ALIGN)
-        while (stored := await self._queue.get()) is not None:
+        while (found := await self._queue.get()) is not None:
             if not self._plan.dry:
-                if len(memory) < stored.nbytes:
-                    memory = buffer(stored.nbytes)
-                if not await self._copy(stored, memory[: stored.nbytes]):
-                    self._moved(stored.nbytes)
+                if found.nbytes > MOST_BYTES:
+                    self._counts.damaged += 1
+                    self._moved(found.nbytes)
+                    continue
+                if len(memory) < found.nbytes:
+                    memory = buffer(found.nbytes)
+                if not await self._copy(found, memory[: found.nbytes]):
+                    self._moved(found.nbytes)
                     continue
             self._counts.copied += 1
-            self._counts.copied_nbytes += stored.nbytes
-            self._moved(stored.nbytes)
+            self._counts.copied_nbytes += found.nbytes
+            self._moved(found.nbytes)
 
-    async def _copy(self, stored: Stored, memory: memoryview) -> bool:
+    async def _copy(self, found: _Found, memory: memoryview) -> bool:
         """Whether it is on the target now."""
-        await self._pace.wait(stored.nbytes)
-        (found,) = await self._source.read([stored.key], [memory])
-        if found is ReadResult.MISS:
+        await self._pace.wait(found.nbytes)
+        (read,) = await self._source.read([found.key], [memory])
+        if read is ReadResult.MISS:
             self._counts.gone += 1
             return False
-        if found is not ReadResult.HIT or await self._threads.finish(_is_damaged, stored, memory):
+        stored = found.stored or _as_stored(found, memory)
+        if read is not ReadResult.HIT or stored is None or await self._threads.finish(_is_damaged, stored, memory):
             self._counts.damaged += 1
             return False
         await self._describe(stored.key.space)
@@ -327,6 +353,17 @@ def _namespace(manifest: bytes) -> Namespace | None:
         return Namespace.from_manifest(manifest)
     except LayoutError:
         return None
+
+
+def _as_stored(found: _Found, memory: memoryview) -> Stored | None:
+    """What a frame says of itself; None if that is not what it is stored as."""
+    try:
+        header = frame.read_header(memory)
+    except FrameError:
+        return None
+    if header.space != found.key.space or header.pages[-1] != found.key.page:
+        return None
+    return Stored(found.key, header.pages, found.nbytes, header.parent)
 
 
 def _is_damaged(stored: Stored, memory: memoryview) -> bool:

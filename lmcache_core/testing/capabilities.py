@@ -15,6 +15,7 @@ from lmcache_core.protocols import (
     ChunkKey,
     CountsEvents,
     Describes,
+    Lists,
     ReadResult,
     ReadsShorter,
     RemembersUse,
@@ -137,6 +138,23 @@ class CapabilityTests(BackendCase):
             await backend.contains(keys)
             assert await order(backend) == expected, "contains must not renew"
         await self.assert_order_is_remembered(backend_factory, expected)
+
+    async def test_a_listing_has_all_that_is_there(self, backend_factory: BackendFactory) -> None:
+        chunks = [make_chunk(make_key(i), (1 + i % 3) * 4 * KIB) for i in range(150)]
+        larger = make_chunk(chunks[7].key, 40 * KIB, version=1)
+        expected = {c.key: c.data.nbytes for c in [*chunks[:20], *chunks[25:], larger]}
+        async with opened(backend_factory()) as backend:
+            assert await list_all(backend) == {}
+            await write_all(backend, chunks)
+            await write_all(backend, [larger])
+            await backend.delete([c.key for c in chunks[20:25]])
+            assert await list_all(backend) == expected
+            if isinstance(backend, Describes):
+                await backend.describe(SPACE, b"{}")
+                assert await list_all(backend) == expected, "a description is no chunk"
+        if self.persistent:
+            async with opened(backend_factory()) as backend:
+                assert await list_all(backend) == expected
 
     async def test_touch_changes_the_order(self, backend_factory: BackendFactory) -> None:
         keys = [make_key(i) for i in range(6)]
@@ -269,6 +287,13 @@ def assert_lists(scanned: Sequence[Stored], expected: dict[ChunkKey, Stored]) ->
     """A scan listed exactly what is expected, each once, in any order."""
     assert len({stored.key for stored in scanned}) == len(scanned), "a scan listed a key twice"
     assert {stored.key: stored for stored in scanned} == expected
+
+
+async def list_all(backend: StorageBackend) -> dict[ChunkKey, int]:
+    """Sizes by key, of a backend that lists."""
+    if not isinstance(backend, Lists):
+        pytest.skip("the backend is not Lists")
+    return {listed.key: listed.nbytes async for batch in backend.listing() for listed in batch}
 
 
 async def order(backend: Scannable) -> list[ChunkKey]:

@@ -13,6 +13,8 @@ from lmcache_core.protocols import (
     CostlyProbes,
     CountsEvents,
     Describes,
+    Listed,
+    Lists,
     ReadResult,
     ReadsShorter,
     RemembersUse,
@@ -111,6 +113,13 @@ class _ForwardsScan(_Forwards):
             yield batch
 
 
+class _ForwardsListing(_Forwards):
+    async def listing(self) -> AsyncIterator[Sequence[Listed]]:
+        await self.around("listing", 0, _nothing)
+        async for batch in self.inner.listing():
+            yield batch
+
+
 class _ForwardsTouch(_Forwards):
     async def touch(self, keys: Sequence[ChunkKey]) -> None:
         await self.around("touch", 0, lambda: self.inner.touch(keys))
@@ -161,6 +170,7 @@ async def _nothing() -> None: ...
 _FORWARDING: tuple[tuple[Any, type[_Forwards]], ...] = (
     (ReadsShorter, _ForwardsReadAny),
     (Scannable, _ForwardsScan),
+    (Lists, _ForwardsListing),
     (RemembersUse, _ForwardsTouch),
     (ReportsUsage, _ForwardsUsage),
     (CountsEvents, _ForwardsCounters),

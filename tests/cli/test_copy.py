@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from lmcache_backends.disk.inspection import inspect_path
+from lmcache_backends.redis import RedisBackend
 from lmcache_core import Cache
 from lmcache_core.cli.alone import SPACE
 from tests.cli.conftest import Run
@@ -130,7 +131,7 @@ def test_a_target_without_room_ends_it(run: Run, two: Path, tmp_path: Path) -> N
     assert len(held(tmp_path / "b")) == (1 << 20) // FRAME_BYTES == 7
 
 
-def test_tiers_that_cannot_be_used(run: Run, two: Path, tmp_path: Path) -> None:
+def test_tiers_that_cannot_be_used(run: Run, two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_config(
         tmp_path, disk(tmp_path, "a"), disk(tmp_path, "b", write="never"), {"backend": "redis", "url": "redis://h"}
     )
@@ -141,6 +142,7 @@ def test_tiers_that_cannot_be_used(run: Run, two: Path, tmp_path: Path) -> None:
     assert (said.code, said.err) == (1, f"lmcache-core: error: there is no tier 'c'; {file} has a, b, redis\n")
     said = run("copy", file, "--from", "a", "--to", "b")
     assert said.err == "lmcache-core: error: b is only read (write: never); it cannot be copied to\n"
+    monkeypatch.delattr(RedisBackend, "listing")
     said = run("copy", file, "--from", "redis", "--to", "a")
     assert said.code == 1
     assert "redis cannot be copied from: backend redis does not list what it holds" in said.err
@@ -194,3 +196,64 @@ def test_ctrl_c_leaves_what_a_second_run_goes_on_with(run: Run, tmp_path: Path) 
         assert set(server.run("KEYS", "lmcache:*:*")) == keys
         assert not any(SPACE.hex().encode() in key for key in keys)
         assert {len(server.run("GET", key)) for key in keys} == {FRAME_BYTES}
+
+
+def shared_directory(tmp_path: Path) -> dict[str, Any]:
+    return {"backend": "nfs", "name": "shared", "path": str(tmp_path / "shared"), "must_be_mounted": False}
+
+
+def moved(run: Run, file: Path, source: str, target: str, *words: object) -> dict[str, Any]:
+    done = run("copy", file, "--from", source, "--to", target, *words, "--json")
+    assert done.err == ""
+    told: dict[str, Any] = done.json
+    return told
+
+
+def test_what_went_to_a_shared_directory_comes_back(run: Run, two: Path, tmp_path: Path) -> None:
+    """A shared tier knows keys and sizes alone: the rest is what the frames say of themselves."""
+    file = write_config(tmp_path, disk(tmp_path, "a"), disk(tmp_path, "b"), shared_directory(tmp_path))
+    assert moved(run, file, "a", "shared")["copied"] == 5
+    assert moved(run, file, "shared", "b", "--dry-run")["copied_nbytes"] == 5 * FRAME_BYTES
+    assert moved(run, file, "shared", "b", "--model", "model-b")["copied"] == 2
+    told = moved(run, file, "shared", "b")
+    assert (told["found"], told["there"], told["copied"], told["damaged"]) == (5, 2, 3, 0)
+    assert held(tmp_path / "b") == held(tmp_path / "a")
+    assert inspect_path(tmp_path / "b").manifests == inspect_path(tmp_path / "a").manifests
+
+
+def test_what_is_wrong_in_a_shared_directory_stays_there(run: Run, two: Path, tmp_path: Path) -> None:
+    """One chunk in another one's place, one that is cut, one of which a byte is another, and what is no chunk."""
+    file = write_config(tmp_path, disk(tmp_path, "a"), disk(tmp_path, "b"), shared_directory(tmp_path))
+    assert moved(run, file, "a", "shared")["copied"] == 5
+    chunks = sorted(path for path in (tmp_path / "shared").glob("*/???/*") if path.is_file())
+    assert len(chunks) == 5
+    chunks[0].write_bytes(chunks[1].read_bytes())
+    chunks[2].write_bytes(chunks[2].read_bytes()[:-4096])
+    damaged = bytearray(chunks[3].read_bytes())
+    damaged[-5000] ^= 1
+    chunks[3].write_bytes(damaged)
+    (chunks[4].parent / "notes").write_text("not a chunk")
+    beside = chunks[4].with_name(chunks[4].name[:3] + "0" * 61)
+    beside.symlink_to(chunks[4])
+    chunks[4].with_name(chunks[4].name[:3] + "1" * 61).mkdir()
+    told = moved(run, file, "shared", "b")
+    assert (told["found"], told["copied"], told["damaged"]) == (5, 2, 3)
+    whole = {(chunk.parent.parent.name, chunk.name) for chunk in (chunks[1], chunks[4])}
+    assert {(space.hex(), pages[-1].hex()) for space, pages, _, _ in held(tmp_path / "b")} == whole
+
+
+@pytest.mark.skipif(bool(lacking("valkey")), reason=lacking("valkey") or "-")
+def test_what_went_to_a_server_comes_back(run: Run, two: Path, tmp_path: Path) -> None:
+    with valkey(tmp_path / "valkey") as server:
+        redis = {"backend": "redis", "name": "server", "url": server.url, "prefix": "kv"}
+        file = write_config(tmp_path, disk(tmp_path, "a"), disk(tmp_path, "b"), redis)
+        assert moved(run, file, "a", "server")["copied"] == 5
+        server.run("SET", "kv:note", "not a chunk")
+        server.run("SET", "kv-a:" + "0" * 64 + ":" + "1" * 64, "another prefix")
+        server.run("LPUSH", "kv:" + "0" * 64 + ":" + "1" * 64, "not a value")
+        server.run("SET", "kv:" + "0" * 64 + ":" + "2" * 64, "not a frame")
+        told = moved(run, file, "server", "b")
+        assert (told["found"], told["copied"], told["damaged"]) == (6, 5, 1)
+        assert held(tmp_path / "b") == held(tmp_path / "a")
+        assert inspect_path(tmp_path / "b").manifests == inspect_path(tmp_path / "a").manifests
+        assert moved(run, file, "server", "b")["there"] == 5

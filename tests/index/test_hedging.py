@@ -1,4 +1,4 @@
-"""Two reads of one chunk: the first that has it is used, and the slot of the other one is nobody's until it has ended."""
+"""Two reads of one chunk: the first that has it is used; the slot of the other one is nobody's until it has ended."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, Stored, Usage, WriteResult
+from lmcache_core.protocols import Chunk, ChunkKey, Listed, ReadResult, Stored, Usage, WriteResult
 from tests.testing.broken import caught_by
 from tests.testing.reference import Medium, ReferenceBackend
 
@@ -99,6 +99,28 @@ class ScansBackwards(ReferenceBackend):
     async def scan(self) -> AsyncIterator[Sequence[Stored]]:
         for batch in [batch async for batch in super().scan()][::-1]:
             yield batch[::-1]
+
+
+@caught_by("test_a_listing_has_all_that_is_there")
+class ListsPartly(ReferenceBackend):
+    async def listing(self) -> AsyncIterator[Sequence[Listed]]:
+        async for batch in super().listing():
+            yield batch[:6]
+
+
+@caught_by("test_a_listing_has_all_that_is_there")
+class ListsOldSizes(ReferenceBackend):
+    async def listing(self) -> AsyncIterator[Sequence[Listed]]:
+        async for batch in super().listing():
+            yield [Listed(key, min(nbytes, 12 << 10)) for key, nbytes in batch]
+
+
+@caught_by("test_a_listing_has_all_that_is_there")
+class ListsDescriptions(ReferenceBackend):
+    async def listing(self) -> AsyncIterator[Sequence[Listed]]:
+        async for batch in super().listing():
+            yield batch
+        yield [Listed(ChunkKey(space, space), len(manifest)) for space, manifest in self.medium.spaces.items()]
 
 
 @caught_by("test_a_scan_goes_from_least_to_most_recently_used")

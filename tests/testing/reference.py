@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_core.errors import ClosedError
-from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, Stored, Usage, WriteResult
+from lmcache_core.protocols import Chunk, ChunkKey, Listed, ReadResult, Stored, Usage, WriteResult
 
 
 @dataclass
@@ -104,6 +104,10 @@ class ReferenceBackend:
         listed = [Stored(c.key, c.pages, c.data.nbytes, c.parent) for c in self.chunks().values()]
         for start in range(0, len(listed), 7):
             yield listed[start : start + 7]
+
+    async def listing(self) -> AsyncIterator[Sequence[Listed]]:
+        async for batch in self.scan():
+            yield [Listed(stored.key, stored.nbytes) for stored in batch]
 
     async def touch(self, keys: Sequence[ChunkKey]) -> None:
         chunks = self.chunks()

@@ -35,6 +35,7 @@ HIT, MISS, STORED = ReadResult.HIT, ReadResult.MISS, WriteResult.STORED
 CAPABILITIES: dict[Any, Any] = {
     protocols.ReadsShorter: "read_any",
     protocols.Scannable: "scan",
+    protocols.Lists: "listing",
     protocols.RemembersUse: "touch",
     protocols.ReportsUsage: "usage",
     protocols.CountsEvents: "counters",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from lmcache_backends.nfs.errors import NOT_PERMITTED, failed
 from lmcache_backends.nfs.manifests import read_manifests, write_manifest
@@ -12,11 +12,13 @@ from lmcache_backends.nfs.options import NfsOptions
 from lmcache_backends.nfs.session import Session
 from lmcache_backends.nfs.tally import Tally
 from lmcache_core.openings import Openings
-from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
+from lmcache_core.protocols import Chunk, ChunkKey, Listed, ReadResult, WriteResult
 
 __all__ = ["NfsBackend"]
 
 _REMEMBERED = 1 << 16
+_DIRECTORIES = 64
+"""Listed at a time."""
 _MOST_TOUCHES = 2048
 """Chunks touched in one call: each costs a round trip. The most recently used come first."""
 
@@ -55,6 +57,15 @@ class NfsBackend:
         """Makes this a `ReadsShorter`: a file knows its size."""
         session = self._sessions.current
         return await session.each(session.chunks.read_any, zip(keys, into, strict=True))
+
+    async def listing(self) -> AsyncIterator[Sequence[Listed]]:
+        """Makes this a `Lists`: directories are read, and each chunk's size is looked up."""
+        session = self._sessions.current
+        (directories,) = await session.each(session.chunks.spaces, [()])
+        for start in range(0, len(directories), _DIRECTORIES):
+            some = [(directory,) for directory in directories[start : start + _DIRECTORIES]]
+            for batch in await session.each(session.chunks.listed, some):
+                yield batch
 
     async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
         session = self._sessions.current

@@ -16,13 +16,13 @@ import threading
 import time
 from collections.abc import Sequence
 
-from lmcache_backends.nfs.directory import FILE_MODE, is_removed, make_below
+from lmcache_backends.nfs.directory import FILE_MODE, is_removed, make_below, names_below
 from lmcache_backends.nfs.errors import FULL, NOT_PERMITTED, failed
-from lmcache_backends.nfs.naming import Maker
+from lmcache_backends.nfs.naming import Maker, is_chunk, is_shard, is_space
 from lmcache_backends.nfs.options import NfsOptions
 from lmcache_backends.nfs.tally import Tally
-from lmcache_core.names import object_name
-from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
+from lmcache_core.names import object_name, parse_object_name
+from lmcache_core.protocols import Chunk, ChunkKey, Listed, ReadResult, WriteResult
 
 __all__ = ["ChunkFiles"]
 
@@ -137,6 +137,34 @@ class ChunkFiles:
         finally:
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+    def spaces(self) -> list[str]:
+        """Directories of chunks, each with those of one part of one space."""
+        try:
+            return [
+                f"{space}/{shard}"
+                for space in names_below(self._root, "")
+                if is_space(space)
+                for shard in names_below(self._root, space)
+                if is_shard(shard)
+            ]
+        except OSError as error:
+            raise failed(error, self._path, reading=True) from error
+
+    def listed(self, directory: str) -> list[Listed]:
+        """The chunks in one of them, with their sizes."""
+        found = []
+        try:
+            for name in names_below(self._root, directory):
+                path = f"{directory}/{name}"
+                if is_chunk(name, directory.rpartition("/")[2]):
+                    with contextlib.suppress(FileNotFoundError):  # removed just now
+                        status = os.stat(path, dir_fd=self._root, follow_symlinks=False)
+                        if stat.S_ISREG(status.st_mode) and status.st_size:
+                            found.append(Listed(parse_object_name(path), status.st_size))
+        except OSError as error:
+            raise self._failed(error, directory, reading=True) from error
+        return found
 
     def write(self, chunk: Chunk) -> WriteResult:
         """Put a value in the place of the key's, or of none."""

@@ -10,11 +10,12 @@ import contextlib
 import errno
 import os
 
+from lmcache_backends.nfs.errors import NAMES_GONE
 from lmcache_backends.nfs.mounts import is_of_one_machine, mount_of
 from lmcache_core.config import InvalidSetting
 from lmcache_core.errors import BackendError
 
-__all__ = ["DIRECTORY_MODE", "FILE_MODE", "is_removed", "make_below", "open_below", "open_root"]
+__all__ = ["DIRECTORY_MODE", "FILE_MODE", "is_removed", "make_below", "names_below", "open_below", "open_root"]
 
 DIRECTORY_MODE, FILE_MODE = 0o770, 0o660
 """For this user and its group, less what the umask takes away: KV is as confidential as the prompts."""
@@ -70,6 +71,25 @@ def _check_mount(path: str, fd: int) -> None:
 def open_below(root: int, name: str) -> int:
     """Open a directory below. Raises `OSError`."""
     return os.open(name, _OPEN | os.O_NOFOLLOW, dir_fd=root)
+
+
+def names_below(root: int, name: str) -> list[str]:
+    """What lies in a directory below; nothing if there is none, or another host has just removed it. Raises
+    `OSError`."""
+    try:
+        fd = open_below(root, name or ".")
+    except OSError as error:
+        if error.errno not in (*NAMES_GONE, errno.ELOOP):
+            raise
+        return []
+    try:
+        return os.listdir(fd)
+    except OSError as error:
+        if error.errno not in NAMES_GONE:
+            raise
+        return []
+    finally:
+        os.close(fd)
 
 
 def make_below(root: int, name: str) -> None:

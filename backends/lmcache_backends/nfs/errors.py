@@ -6,7 +6,7 @@ import errno
 
 from lmcache_core.errors import BackendError
 
-__all__ = ["FULL", "GONE", "NOT_PERMITTED", "failed"]
+__all__ = ["FULL", "GONE", "NAMES_GONE", "NOT_PERMITTED", "failed"]
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """There is no room, which is an outcome and no failure."""
@@ -14,6 +14,9 @@ NOT_PERMITTED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 """What need not be done cannot be done here."""
 GONE = frozenset({errno.ENOENT, errno.ESTALE})
 """What was there has been removed or replaced on another host meanwhile. Opening it anew tells."""
+
+NAMES_GONE = GONE | {errno.ENOTDIR}
+"""The same of what is found by its name in a directory."""
 
 _WRITABLE = "let this user write there, run all engines as one user or one group, or set `write: never`"
 _IN_THE_WAY = "something that is none of ours is in the way; remove it, or choose another path"

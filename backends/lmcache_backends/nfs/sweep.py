@@ -11,7 +11,6 @@ host's; what is from the future was touched by a host whose clock is wrong, and 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import random
@@ -21,8 +20,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from lmcache_backends.nfs.directory import open_below
-from lmcache_backends.nfs.errors import NOT_PERMITTED, failed
+from lmcache_backends.nfs.directory import names_below
+from lmcache_backends.nfs.errors import NAMES_GONE, NOT_PERMITTED, failed
 from lmcache_backends.nfs.leases import Lease, Leases
 from lmcache_backends.nfs.naming import MANIFESTS, SWEEPS, is_chunk, is_shard, is_space, is_temporary
 from lmcache_backends.nfs.tally import Tally
@@ -42,7 +41,6 @@ UNFINISHED = 3600.0
 _LEAST_SHARE = 16 << 30
 """Bytes of capacity that make a part of their own worth it."""
 _DIGITS = "0123456789abcdef"
-_GONE = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,7 @@ class Sweeper:
             yield
 
     def _failed(self, error: OSError) -> None:
-        if error.errno in _GONE:
+        if error.errno in NAMES_GONE:
             return  # another host was at the same lease, and this one sees it late; the part's turn comes again
         if error.errno in NOT_PERMITTED and self._rules.capacity is None and self._rules.ttl is None:
             return  # whoever only reads need not clear up
@@ -178,7 +176,7 @@ class Sweeper:
                 return False
             os.unlink(name, dir_fd=self._root)
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in NAMES_GONE:
                 raise
             return True  # by another host
         self._tally.add("swept_chunks")
@@ -204,20 +202,7 @@ class Sweeper:
                 yield directory, self._names(directory)
 
     def _names(self, directory: str) -> list[str]:
-        try:
-            fd = open_below(self._root, directory or ".")
-        except OSError as error:
-            if error.errno not in (*_GONE, errno.ELOOP):
-                raise
-            return []
-        try:
-            return os.listdir(fd)
-        except OSError as error:
-            if error.errno not in _GONE:
-                raise
-            return []
-        finally:
-            os.close(fd)
+        return names_below(self._root, directory)
 
     def _look(self, directory: str, names: Sequence[str], now: float) -> Iterator[_File]:
         """The chunks among `names`. Removes what a crash left half written; what is not ours is not touched."""
@@ -236,7 +221,7 @@ class Sweeper:
                     os.unlink(f"{directory}/{name}", dir_fd=self._root)
                     self._tally.add("temporaries_removed")
             except OSError as error:
-                if error.errno not in _GONE:
+                if error.errno not in NAMES_GONE:
                     raise
 
     def _remove_empty(self, directory: str, now: float) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 
+from lmcache_backends.redis import problems
 from lmcache_backends.redis.connecting import Connector
-from lmcache_backends.redis.options import RedisOptions
+from lmcache_backends.redis.options import Address, RedisOptions
 from lmcache_backends.redis.resp import ErrorReply, Reply, RespSocket, command, set_command
 from lmcache_backends.redis.routing import Command, Parse, Router
 from lmcache_core.errors import BackendError, ClosedError
-from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
+from lmcache_core.protocols import Chunk, ChunkKey, Listed, ReadResult, WriteResult
 
 _MANIFESTS = b"spaces"
 
@@ -87,6 +89,40 @@ class RedisBackend:
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
         await self._ask([_of(b"UNLINK", self._name(key)) for key in keys])
 
+    async def listing(self) -> AsyncIterator[Sequence[Listed]]:
+        """Makes this a `Lists`: `SCAN` of each server, and the sizes of what it finds."""
+        router = self._opened()
+        for where in router.holders():
+            cursor = b"0"
+            while True:
+                cursor, names = await router.ask(where, partial(scan, cursor, self._prefix, where))
+                keys = [key for key in map(self._key, names) if key is not None]
+                sizes = await self._sizes(router, where, keys)
+                yield [Listed(key, size) for key, size in zip(keys, sizes, strict=True) if size > 0]
+                if cursor == b"0":
+                    break
+
+    async def _sizes(self, router: Router, where: Address, keys: Sequence[ChunkKey]) -> list[int]:
+        """0 for what is no value, or not there any more."""
+        commands = [command(b"STRLEN", self._name(key)) for key in keys]
+
+        def ask(connection: RespSocket) -> list[Reply]:
+            connection.send(commands)
+            return [connection.reply() for _ in commands]
+
+        return [reply if isinstance(reply, int) else 0 for reply in await router.ask(where, ask)] if commands else []
+
+    def _key(self, name: bytes) -> ChunkKey | None:
+        """The key whose name this is, if it is one's."""
+        digits = name.removeprefix(self._prefix)
+        if len(digits) != 129 or not name.startswith(self._prefix) or digits[64:65] != b":":
+            return None
+        try:
+            key = ChunkKey(bytes.fromhex(digits[:64].decode()), bytes.fromhex(digits[65:].decode()))
+        except ValueError:
+            return None
+        return key if self._name(key) == name else None
+
     async def describe(self, space: bytes, manifest: bytes) -> None:
         """Makes this a `Describes`: the field `<space>` of the hash `<prefix>:spaces`."""
         name = self._prefix + _MANIFESTS
@@ -140,6 +176,24 @@ class RedisBackend:
     async def _ask(self, commands: Sequence[Command]) -> list[Reply]:
         parses: list[Parse[Reply]] = [RespSocket.reply] * len(commands)
         return await self._opened().run(commands, parses, data=False)
+
+
+def scan(cursor: bytes, prefix: bytes, where: Address, connection: RespSocket) -> tuple[bytes, list[bytes]]:
+    """One step through the keys of a server: where to go on, and names that begin with `prefix`.
+
+    Raises:
+        BackendError: It refuses, or its answer is none.
+        ConfigError: It always will.
+    """
+    connection.send([command(b"SCAN", cursor, b"MATCH", prefix + b"*", b"COUNT", b"1000")])
+    reply = connection.reply()
+    if isinstance(reply, ErrorReply):
+        raise problems.of_reply(where, reply)
+    if isinstance(reply, list) and len(reply) == 2:
+        then, names = reply
+        if isinstance(then, bytes) and then.isdigit() and isinstance(names, list):
+            return then, [name for name in names if isinstance(name, bytes)]
+    raise BackendError(f"redis at {where} answers SCAN with {reply!r:.60}")
 
 
 def _of(verb: bytes, name: bytes) -> Command:

@@ -10,7 +10,7 @@ from lmcache_backends.redis.options import Address
 from lmcache_backends.redis.resp import ErrorReply
 from lmcache_core.errors import BackendError, ConfigError
 
-COMMANDS = "+ping +select +client +info +get +set +exists +unlink +hset +hgetall +cluster"
+COMMANDS = "+ping +select +client +info +get +set +exists +unlink +hset +hgetall +cluster +scan +strlen"
 
 _NEVER = {
     "WRONGPASS": "refuses the user name or the password; correct username and password, or those in the url",

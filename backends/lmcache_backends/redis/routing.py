@@ -114,6 +114,19 @@ class Router:
                 await self._find_again()
         raise work.failures[0] if work.failures else BackendError("redis: keys move faster than they can be followed")
 
+    def holders(self) -> list[Address]:
+        """All servers that hold keys, as far as is known."""
+        return self._topology.holders()
+
+    async def ask(self, where: Address, job: Callable[[RespSocket], T]) -> T:
+        """Return what `job` does with a connection to one server, for what is small.
+
+        Raises:
+            BackendError: There is no connection, or it ended.
+            ConfigError: There can never be one.
+        """
+        return await self._connections(where, data=False).run(job)
+
     @property
     def _elsewhere(self) -> bool:
         """Whether keys may be on another server by now."""

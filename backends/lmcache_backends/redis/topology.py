@@ -37,6 +37,12 @@ class Topology:
         number = self.slots[key_slot(key)]
         return None if number < 0 else self.servers[number]
 
+    def holders(self) -> list[Address]:
+        """All servers that hold keys."""
+        if not self.slots:
+            return self.servers[:1]
+        return [self.servers[number] for number in sorted(set(self.slots) - {-1})]
+
     def moved(self, slot: int, server: Address) -> None:
         """Note what a server has said of a slot."""
         if self.slots and 0 <= slot < SLOTS:
