@@ -152,6 +152,8 @@ class TierStats:
     counters: Mapping[str, int] = field(default_factory=dict)
     why: str = ""
     """Why it is not up: its last failure."""
+    shared: bool = False
+    """Others store there too, of which the node knows what it has looked up."""
     read_latency: float | None = None
     """Seconds that a read takes whatever its size, as learned; None while nothing is known."""
     read_bandwidth: float | None = None

@@ -31,6 +31,7 @@ def node_stats(node: Node, bits: Mapping[str, int]) -> Stats:
                 runner.health.quarantined,
                 runner.health.counters(),
                 "" if runner.up else runner.health.why,
+                tier.rules.shared,
                 tier.pace.latency if tier.pace.known else None,
                 tier.pace.bandwidth if tier.pace.known else None,
             )

@@ -6,13 +6,13 @@ shows the contract of `lmcache_core.protocols` in the fewest lines, and is usefu
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from lmcache_core.errors import ClosedError
 from lmcache_core.hookspecs import hookimpl
-from lmcache_core.protocols import Chunk, ChunkKey, Listed, ReadResult, StorageBackend, Usage, WriteResult
+from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, StorageBackend, Usage, WriteResult
 from lmcache_core.units import ByteSize
 
 
@@ -61,10 +61,6 @@ class CpuBackend:
         values = self._opened()
         for key in keys:
             self._nbytes -= len(values.pop(key, b""))
-
-    async def listing(self) -> AsyncIterator[Sequence[Listed]]:
-        """Makes this a `Lists`."""
-        yield [Listed(key, len(value)) for key, value in self._opened().items()]
 
     def usage(self) -> Usage:
         """Makes this a `ReportsUsage`."""

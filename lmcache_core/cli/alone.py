@@ -10,7 +10,7 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -26,7 +26,7 @@ from lmcache_core.config.fields import secrets_of
 from lmcache_core.config.masking import mask
 from lmcache_core.errors import BackendError, ConfigError, LMCacheError
 from lmcache_core.plugins import load_backend
-from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, StorageBackend, WriteResult
+from lmcache_core.protocols import Chunk, ChunkKey, Listed, Lists, ReadResult, StorageBackend, WriteResult
 
 __all__ = [
     "SPACE",
@@ -138,6 +138,13 @@ class Alone:
         """See `StorageBackend.read`."""
         return self._whole(await self.bounded("reading", self.backend.read(keys, into)), len(keys))
 
+    async def listing(self) -> AsyncIterator[Sequence[Listed]]:
+        """See `Lists`, of which the backend must be one. Each batch has the time of a verb."""
+        assert isinstance(self.backend, Lists)
+        batches = self.backend.listing()
+        while (batch := await self.bounded("listing", _next(batches))) is not None:
+            yield batch
+
     async def write(self, chunks: Sequence[Chunk]) -> list[WriteResult]:
         """See `StorageBackend.write`."""
         return self._whole(await self.bounded("writing", self.backend.write(chunks)), len(chunks))
@@ -158,6 +165,10 @@ class Alone:
         if not isinstance(results, list | tuple) or len(results) != count:
             raise BackendError(f"backend {self.tier.backend} says {results!r:.60} for {count} keys")
         return results
+
+
+async def _next(batches: AsyncIterator[Sequence[Listed]]) -> Sequence[Listed] | None:
+    return await anext(batches, None)
 
 
 def the_tier(config: Config, name: str, file: str) -> TierConfig:

@@ -6,19 +6,20 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from lmcache_core.cli.clear_node import clear_node, holdings, node_of_process, node_that_is_named, tier_of_path
+from lmcache_core.cli.clear_shared import Survey, clear_listed, survey
 from lmcache_core.cli.disk_cache import Inspected, Shard, Space, can_be_inspected, look, namespaces, the_one_named
 from lmcache_core.cli.loading import load_usable
 from lmcache_core.cli.output import add_json_option, print_json, print_note, visible
 from lmcache_core.cli.running import connected, settings_of
-from lmcache_core.config import Config
+from lmcache_core.config import Config, TierConfig
 from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.plugins import load_backend
 from lmcache_core.protocols import Scannable, StorageBackend
@@ -27,6 +28,10 @@ from lmcache_core.units import format_size
 
 _BATCH = 256
 _BOUNDLESS = 1 << 50
+OTHERS = (
+    "what others have stored there, and this node has not looked up, stays; clear it with --config and the file that "
+    "has the tier"
+)
 DOWN = "the node could not use it, so what lies there stays; clear it once it is up again (`lmcache-core status`)"
 READ_ONLY = "it is only read (write: never); clear it where it is written"
 
@@ -39,6 +44,8 @@ class _Target(NamedTuple):
     options: Any
     paths: list[Path]
     read_only: bool = False
+    tier: TierConfig | None = None
+    """As the configuration has it, if it is no disk's."""
 
 
 class _Outcome(NamedTuple):
@@ -83,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
             return _clear_node(arguments, client, arguments.tier)
     if arguments.config is None:
         targets, config = [_path(arguments.path)], None
+        _refuse_if_no_cache(targets[0].paths[0])
     else:
         config = load_usable(arguments.config).config
         targets = _tiers(config, arguments.config, arguments.tier)
@@ -91,13 +99,16 @@ def run(arguments: argparse.Namespace) -> int:
     with _node(arguments, config, targets, owners) as node:
         if node is not None:
             _refuse_if_elsewhere(node, targets, seen)
-            return _clear_node(arguments, node, _places(arguments, node, targets), _read_only(targets))
+            return _clear_node(arguments, node, _places(arguments, node, targets), targets, _read_only(targets))
     for target in targets:
         _refuse_if_in_use(target, seen[target.name])
+    shared: dict[str, Survey] = {}
+    if arguments.namespace is not None or not arguments.yes:
+        shared = _surveyed(targets)
     wanted = None
     if arguments.namespace is not None:
-        wanted = _namespace(arguments.namespace, [each for found in seen.values() for each in found])
-    if not arguments.yes and not _confirmed(targets, seen, wanted):
+        wanted = _namespace(arguments.namespace, [each for found in seen.values() for each in found], shared.values())
+    if not arguments.yes and not _confirmed(targets, seen, shared, wanted):
         return 1
     outcomes = [_clear(target, seen[target.name], wanted) for target in targets]
     _tell(outcomes, as_json=arguments.json)
@@ -153,7 +164,11 @@ def _read_only(targets: Sequence[_Target]) -> list[_Outcome]:
 
 
 def _clear_node(
-    arguments: argparse.Namespace, node: RemoteClient, tiers: Sequence[str] | None, left: Sequence[_Outcome] = ()
+    arguments: argparse.Namespace,
+    node: RemoteClient,
+    tiers: Sequence[str] | None,
+    targets: Sequence[_Target] = (),
+    left: Sequence[_Outcome] = (),
 ) -> int:
     known, shares = holdings(node, arguments.namespace, tiers, settings_of(arguments)[1])
     if not arguments.yes:
@@ -167,9 +182,30 @@ def _clear_node(
     outcomes = [
         _Outcome(share.tier, share.chunks or 0, share.nbytes, DOWN if share.tier in down else None) for share in cleared
     ]
+    others = {target.name: target for target in targets if target.tier is not None}
+    for tier in node.stats().tiers:
+        if tier.shared:
+            spaces = None if known is None else frozenset(known.digests)
+            outcomes = [
+                _with_others(each, others.get(tier.name), spaces) if each.tier == tier.name else each
+                for each in outcomes
+            ]
     outcomes += left
     _tell(outcomes, as_json=arguments.json)
     return 1 if any(outcome.problem for outcome in outcomes) else 0
+
+
+def _with_others(cleared: _Outcome, target: _Target | None, spaces: frozenset[bytes] | None) -> _Outcome:
+    """A shared tier, of which the node has deleted what it knew: what others have stored there goes too."""
+    if target is None or target.tier is None:
+        return cleared._replace(problem=cleared.problem or OTHERS)
+    try:
+        others = clear_listed(target.tier, spaces)
+    except LMCacheError as error:
+        return cleared._replace(problem=str(error))
+    if others is None:
+        return cleared._replace(problem=cleared.problem or OTHERS)
+    return _Outcome(cleared.tier, cleared.chunks + others[0], cleared.nbytes + others[1], None)
 
 
 def _down(node: RemoteClient) -> set[str]:
@@ -199,7 +235,9 @@ def _tiers(config: Config, file: str, only: Sequence[str] | None) -> list[_Targe
         if only is not None and tier.name not in only:
             continue
         paths = [Path(path) for path in tier.options.paths()] if can_be_inspected(tier.backend) else []
-        targets.append(_Target(tier.name, tier.backend, tier.options, paths, tier.write == "never"))
+        targets.append(
+            _Target(tier.name, tier.backend, tier.options, paths, tier.write == "never", None if paths else tier)
+        )
     return targets
 
 
@@ -225,8 +263,35 @@ def _process(shard: Shard) -> str:
     return shard.owner.partition("-")[0] or "unknown"
 
 
-def _namespace(prefix: str, found: Sequence[Inspected]) -> Space:
-    stored = namespaces(found)
+def _refuse_if_no_cache(path: Path) -> None:
+    """
+    Raises:
+        LMCacheError: Something else lies there.
+    """
+    if not look(path).shards and any(path.iterdir()):
+        raise LMCacheError(
+            f"{path}: no cache of this user; name the `path` of a disk tier, and be the user that its engine runs as; "
+            "what is no disk tier's is cleared with --config"
+        )
+
+
+def _surveyed(targets: Sequence[_Target]) -> dict[str, Survey]:
+    """What lies on shared tiers, by their names; of those that cannot be reached their clearing tells."""
+    found = {}
+    for target in targets:
+        if target.tier is not None and not target.read_only:
+            with suppress(LMCacheError):
+                if (each := survey(target.tier)) is not None:
+                    found[target.name] = each
+    return found
+
+
+def _namespace(prefix: str, found: Sequence[Inspected], shared: Iterable[Survey]) -> Space:
+    by_digest = {space.digests[0]: space for space in namespaces(found)}
+    for each in shared:
+        for listed in each.spaces():
+            by_digest.setdefault(listed.digests[0], listed)
+    stored = list(by_digest.values())
     space = the_one_named(prefix, stored)
     if space is None:
         names = ", ".join(each.id[:16] for each in stored) or "none"
@@ -234,12 +299,17 @@ def _namespace(prefix: str, found: Sequence[Inspected]) -> Space:
     return space
 
 
-def _confirmed(targets: Sequence[_Target], seen: dict[str, list[Inspected]], wanted: Space | None) -> bool:
+def _confirmed(
+    targets: Sequence[_Target], seen: dict[str, list[Inspected]], shared: dict[str, Survey], wanted: Space | None
+) -> bool:
     told: list[tuple[str, int | None, int | None]] = []
     for target in targets:
-        stored = namespaces(seen[target.name]) if wanted is None else [wanted]
-        chunks, nbytes = sum(each.chunks for each in stored), sum(each.nbytes for each in stored)
-        told.append((target.name, chunks, nbytes) if target.paths else (target.name, None, None))
+        if not target.paths and target.name not in shared:
+            told.append((target.name, None, None))
+            continue
+        stored = namespaces(seen[target.name]) if target.paths else shared[target.name].spaces()
+        stored = [each for each in stored if wanted is None or each.digests[0] in wanted.digests]
+        told.append((target.name, sum(each.chunks for each in stored), sum(each.nbytes for each in stored)))
     return _agreed(told)
 
 
@@ -258,12 +328,15 @@ def _clear(target: _Target, found: Sequence[Inspected], wanted: Space | None) ->
         return _Outcome(target.name, 0, 0, READ_ONLY)
     if target.paths and not any(inspected.shards for inspected in found):
         return _Outcome(target.name, 0, 0, None)  # opening it would make it
-    backend = load_backend(target.backend).create(target.options)
-    if not isinstance(backend, Scannable):
-        return _Outcome(target.name, 0, 0, f"backend {target.backend} cannot list what it holds; clear it there")
     digests = None if wanted is None else frozenset(wanted.digests)
     try:
-        chunks, nbytes = asyncio.run(_delete(target, backend, digests))
+        backend = load_backend(target.backend).create(target.options)
+        if isinstance(backend, Scannable):
+            chunks, nbytes = asyncio.run(_delete(target, backend, digests))
+        elif target.tier is not None and (cleared := clear_listed(target.tier, digests)) is not None:
+            chunks, nbytes = cleared
+        else:
+            return _Outcome(target.name, 0, 0, f"backend {target.backend} cannot list what it holds; clear it there")
     except LMCacheError as error:
         return _Outcome(target.name, 0, 0, str(error))
     return _Outcome(target.name, chunks, nbytes, None)
@@ -299,7 +372,7 @@ def _tell(outcomes: Sequence[_Outcome], *, as_json: bool) -> None:
         print_json({"chunks": chunks, "nbytes": nbytes, "tiers": [each._asdict() for each in outcomes]})
         return
     for each in outcomes:
-        if each.problem is None:
+        if each.problem is None or each.chunks:
             print(visible(f"{each.tier}: {each.chunks} chunks deleted, {format_size(each.nbytes)}"))
-        else:
+        if each.problem is not None:
             print_note(f"{each.tier}: not cleared: {each.problem}")

@@ -260,8 +260,8 @@ class Copier:
             async for scanned in backend.scan():
                 for stored in scanned:
                     yield _Found(stored.key, stored.nbytes, stored)
-        elif isinstance(backend, Lists):
-            async for batch in backend.listing():
+        else:
+            async for batch in self._source.listing():
                 for key, nbytes in batch:
                     yield _Found(key, nbytes)
 

@@ -22,6 +22,7 @@ __all__ = [
     "Space",
     "can_be_inspected",
     "look",
+    "namespace_of",
     "namespaces",
     "the_one_named",
 ]
@@ -126,7 +127,7 @@ def namespaces(seen: Iterable[Inspected]) -> list[Space]:
     seen = list(seen)
     for inspected in seen:  # all manifests first: a tier of several paths has them on the first
         for digest, manifest in inspected.manifests.items():
-            if digest not in by_digest and (namespace := _read(digest, manifest)) is not None:
+            if digest not in by_digest and (namespace := namespace_of(digest, manifest)) is not None:
                 digests = [namespace.space(number) for number in range(len(namespace.groups))]
                 by_digest |= dict.fromkeys(digests, Space(namespace, digests))
     for inspected in seen:
@@ -140,7 +141,8 @@ def namespaces(seen: Iterable[Inspected]) -> list[Space]:
     return sorted(found.values(), key=lambda space: (-space.nbytes, space.id))
 
 
-def _read(digest: bytes, manifest: bytes) -> Namespace | None:
+def namespace_of(digest: bytes, manifest: bytes) -> Namespace | None:
+    """What a manifest says that lies under the digest of a space; None if it is of another one."""
     try:
         namespace = Namespace.from_manifest(manifest)
     except LayoutError:

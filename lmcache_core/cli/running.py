@@ -14,11 +14,11 @@ from types import MappingProxyType
 
 import msgspec
 
-from lmcache_core.cli.disk_cache import can_be_inspected, look, the_one_named
+from lmcache_core.cli.disk_cache import can_be_inspected, look, namespace_of, the_one_named
 from lmcache_core.cli.output import visible
 from lmcache_core.client import SpaceStats
 from lmcache_core.config import Config, load_config
-from lmcache_core.errors import BackendError, ConfigError, LayoutError, LMCacheError
+from lmcache_core.errors import BackendError, ConfigError, LMCacheError
 from lmcache_core.namespace import Namespace
 from lmcache_core.service.address import AUTO, socket_path
 from lmcache_core.service.remote import RemoteClient
@@ -187,7 +187,7 @@ def namespaces_of(spaces: Iterable[SpaceStats], manifests: Mapping[bytes, bytes]
     """The namespaces of a node, the largest first. `manifests` are of those that nobody has registered, by digest."""
     found: dict[bytes, Known] = {}
     for space in spaces:
-        namespace = _read(space.digest, space.manifest or manifests.get(space.digest, b""))
+        namespace = namespace_of(space.digest, space.manifest or manifests.get(space.digest, b""))
         digests = [space.digest]
         if namespace is not None:
             digests = _digests(namespace)
@@ -197,14 +197,6 @@ def namespaces_of(spaces: Iterable[SpaceStats], manifests: Mapping[bytes, bytes]
 
 def _digests(namespace: Namespace) -> list[bytes]:
     return [namespace.space(number) for number in range(len(namespace.groups))]
-
-
-def _read(digest: bytes, manifest: bytes) -> Namespace | None:
-    try:
-        namespace = Namespace.from_manifest(manifest)
-    except LayoutError:
-        return None  # shown under the bare digest
-    return namespace if digest in _digests(namespace) else None
 
 
 def manifests_below(config: Config) -> dict[bytes, bytes]:
