@@ -27,8 +27,9 @@ if THERE:
         sys.modules["datasets"] = datasets
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings are errors here, and SGLang's import has many
-        import hostpools
         import sglang.test.kits.unified_radix_cache.storage  # noqa: F401
+
+        from tests.sglang.standins import hostpools
 
         hostpools.activate()
 

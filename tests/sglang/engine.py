@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.node.kv import until
+
 __all__ = ["ENVIRONMENT", "MODULE", "PAGE", "STANDINS", "Answer", "Engine", "extra_config", "prompt"]
 
 MODULE = "lmcache_core.connectors.sglang"
@@ -156,15 +158,19 @@ class Engine:
         self._process.stdin.flush()
         return self._answer(ANSWER)
 
-    def generate(self, tokens: Sequence[int], wanted: int = 8) -> Answer:
+    def generate(self, tokens: Sequence[int], wanted: int = 8, salt: str | None = None) -> Answer:
         """Answer a prompt."""
-        got = self._ask("generate", list(tokens), wanted)
+        got = self._ask("generate", list(tokens), wanted, salt)
         details = got["details"] or {}
         return Answer(got["tokens"], got["cached"], details.get("storage", 0), details.get("storage_backend", ""))
 
-    def flush(self) -> bool:
-        """Have the engine forget what it has in its own memory."""
-        return bool(self._ask("flush"))
+    def flush(self) -> None:
+        """Have the engine forget what it has in its own memory, which it doesn't while it is still storing."""
+        until(lambda: bool(self._ask("flush")))
+
+    def update(self, model: Path) -> list[Any]:
+        """Change its weights in place. Returns whether that worked, and what was said."""
+        return list(self._ask("update", str(model)))
 
     def _kill(self) -> None:
         try:

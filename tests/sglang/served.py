@@ -11,9 +11,10 @@ import sys
 from typing import Any
 
 
-def _generate(engine: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
+def _generate(engine: Any, prompt: list[int], tokens: int, salt: str | None) -> dict[str, Any]:
     parameters = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    answer = engine.generate(input_ids=prompt, sampling_params=parameters)
+    extra = {} if salt is None else {"cache_salt": salt}
+    answer = engine.generate(input_ids=prompt, sampling_params=parameters, **extra)
     meta = answer["meta_info"]
     return {
         "tokens": answer["output_ids"],
@@ -33,8 +34,8 @@ def main() -> None:
             answer: Any = _generate(engine, *arguments)
         elif method == "flush":
             answer = bool(engine.flush_cache().success)
-        elif method == "attach":
-            answer = str(engine.loop.run_until_complete(engine.tokenizer_manager.attach_hicache_storage(*arguments)))
+        elif method == "update":
+            answer = list(engine.update_weights_from_disk(*arguments))
         else:
             raise ValueError(method)
         print("ANSWER", json.dumps(answer), flush=True)

@@ -1,0 +1,271 @@
+"""The backend by itself, on SGLang's real pools: latents, faults in each method, what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.device_pool_info import MLABufferInfo
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+from lmcache_core.config import Config, CpuConfig
+from lmcache_core.connectors.sglang import HiCacheBackend
+from lmcache_core.connectors.sglang.backend import _as_bytes
+from lmcache_core.errors import ConfigError, LayoutError
+from lmcache_core.keys import page_keys
+from lmcache_core.node import Node
+from lmcache_core.service.server import NodeServer
+from tests.node.kv import until
+from tests.sglang.engine import extra_config, prompt
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+KEYS = [key.hex() for key in page_keys(prompt(1, 16 * 12), 16)]
+
+
+@pytest.fixture(autouse=True)
+def arguments() -> None:
+    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=16))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    with Node(Config(64, 16, CpuConfig(capacity=64 << 20))) as made:
+        made.servers.append(NodeServer(made, str(tmp_path / "s")))
+        yield {"connect": str(tmp_path / "s")}
+
+
+def latents(layout: str) -> Any:
+    device = MLATokenToKVPool(
+        size=512,
+        page_size=16,
+        dtype=torch.bfloat16,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        layer_num=3,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    info = device.get_device_pool_infos()[0].buffer_info
+    assert isinstance(info, MLABufferInfo)
+    pool = MLATokenToKVPoolHost(
+        info,
+        1.0,
+        0,
+        16,
+        layout,
+        device_capacity_tokens=device.size,
+        start_layer=0,
+        end_layer=3,
+        target_layer_num=3,
+        layer_shard_enabled=False,
+    )
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape).to(torch.bfloat16))
+    return pool
+
+
+def storage(cache: Any, rank: int = 0, ranks: int = 1, **options: Any) -> HiCacheStorageConfig:
+    return HiCacheStorageConfig(
+        tp_rank=rank,
+        tp_size=ranks,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=True,
+        enable_storage_metrics=True,
+        is_page_first_layout=False,
+        model_name="m",
+        extra_config=extra_config(cache, weights_id="test", **options),
+    )
+
+
+@pytest.fixture
+def make(cache: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+    """Backends, each made and attached as SGLang does it."""
+    made: list[Any] = []
+
+    def attach(pool: Any, **rank: int) -> Any:
+        backend = StorageBackendFactory.create_backend("dynamic", storage(cache, **rank), pool)
+        made.append(backend)
+        backend.register_mem_pool_host(pool)
+        backend.register_mem_host_pool_v2(pool, "kv")
+        backend.on_host_pools_registered()
+        return backend
+
+    yield attach
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("stored", "read"), list(itertools.product((True, False), repeat=2)))
+def test_latents_are_the_same_in_another_rank(make: Callable[..., Any], layout: str, stored: bool, read: bool) -> None:
+    first, second = latents(layout), latents(layout)
+    writer, reader = make(first, rank=0, ranks=2), make(second, rank=1, ranks=2)
+    places, others = first.alloc(12 * 16), second.alloc(14 * 16)[32:]
+    pages = [first.get_data_page(int(place)) for place in places[::16]]
+    if stored:
+        assert writer.batch_set_v1(KEYS, places) == [True] * 12
+    else:
+        assert writer.batch_set(KEYS, pages)
+    until(lambda: reader.batch_exists([*KEYS, "0" * 64]) == 12)
+    if read:
+        assert reader.batch_get_v1(KEYS, others) == [True] * 12
+        got = [second.get_data_page(int(place)) for place in others[::16]]
+    else:
+        got = reader.batch_get(KEYS, [second.get_dummy_flat_data_page() for _ in KEYS])
+    assert all(torch.equal(a, b) for a, b in zip(got, pages, strict=True))
+
+
+def test_one_page_at_a_time(make: Callable[..., Any]) -> None:
+    pool = latents("page_first")
+    backend = make(pool)
+    page = pool.get_data_page(0)
+    assert not backend.exists(KEYS[0])
+    assert backend.get(KEYS[0], pool.get_dummy_flat_data_page()) is None
+    assert backend.set(KEYS[0], page)
+    assert backend.exists(KEYS[0])
+    got = backend.get(KEYS[0], pool.get_dummy_flat_data_page())
+    assert torch.equal(got, page)
+
+
+def test_ranks_that_hold_the_same_do_not_store_it(make: Callable[..., Any]) -> None:
+    pool = latents("page_first")
+    backend = make(pool, rank=1, ranks=2)
+    assert backend.batch_set_v1(KEYS[:2], pool.alloc(32)) == [True, True]
+    assert backend.batch_exists(KEYS[:2]) == 0
+
+
+def test_a_page_that_is_not_there_is_left_alone(make: Callable[..., Any]) -> None:
+    pool = latents("page_first")
+    backend = make(pool)
+    places = pool.alloc(4 * 16)
+    backend.batch_set_v1(KEYS[:2], places[:32])
+    before = pool.kv_buffer.clone()
+    assert backend.batch_get_v1([*KEYS[:2], "0" * 64, "1" * 64], places) == [True, True, False, False]
+    assert torch.equal(pool.kv_buffer, before)
+
+
+CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "batch_exists": ((KEYS[:2],), 0),
+    "exists": ((KEYS[0],), False),
+    "batch_get_v1": ((KEYS[:2], torch.arange(32)), [False, False]),
+    "batch_set_v1": ((KEYS[:2], torch.arange(32)), [False, False]),
+    "batch_get": ((KEYS[:2], [torch.zeros(8), torch.zeros(8)]), [None, None]),
+    "batch_set": ((KEYS[:2], [torch.zeros(8), torch.zeros(8)]), False),
+    "get": ((KEYS[0], torch.zeros(8)), None),
+    "set": ((KEYS[0], torch.zeros(8)), False),
+    "clear": ((), None),
+}
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_no_fault_reaches_the_engine(
+    make: Callable[..., Any], method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = make(latents("page_first"))
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(backend, "_used", broken)
+    arguments, expected = CALLS[method]
+    for _ in range(3):
+        assert getattr(backend, method)(*arguments) == expected
+    assert backend.faults >= 3
+    assert [record.message.count("boom") for record in caplog.records if "boom" in record.message] == [1]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda backend: backend.batch_get_v1(["nonsense"], torch.arange(16)),
+        lambda backend: backend.batch_get_v1(["00"], torch.arange(16)),
+        lambda backend: backend.batch_get_v1([None], torch.arange(16)),
+        lambda backend: backend.batch_get_v1(KEYS[:1], torch.arange(32)),
+        lambda backend: backend.batch_get_v1(KEYS[:1], torch.arange(8, 24)),
+        lambda backend: backend.batch_get_v1(KEYS[:1], torch.arange(10**6, 10**6 + 16)),
+        lambda backend: backend.batch_set_v1(KEYS[:1], torch.arange(5)),
+    ],
+)
+def test_what_cannot_be_meant_is_a_miss(make: Callable[..., Any], call: Callable[[Any], Any]) -> None:
+    backend = make(latents("page_first"))
+    assert call(backend) == [False]
+    assert backend.faults == 1
+
+
+def test_statistics_tell_what_was_done_since_they_were_last_asked_for(make: Callable[..., Any]) -> None:
+    pool = latents("page_first")
+    backend = make(pool)
+    places = pool.alloc(12 * 16)
+    backend.batch_set_v1(KEYS[:8], places[: 8 * 16], HiCacheStorageExtraInfo(prefix_keys=[]))
+    backend.batch_get_v1(KEYS[:4], places[: 4 * 16])
+    stats = backend.get_stats()
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([8], [4])
+    assert len(stats.backup_bandwidth) == len(stats.prefetch_bandwidth) == 1
+    assert backend.get_stats().backup_pgs == []
+
+
+def test_a_closed_backend_has_nothing(make: Callable[..., Any]) -> None:
+    backend = make(latents("page_first"))
+    backend.close()
+    backend.close()
+    assert backend.batch_exists(KEYS) == 0
+    assert backend.batch_get_v1(KEYS[:1], torch.arange(16)) == [False]
+    assert backend.batch_set_v1(KEYS[:1], torch.arange(16)) == [False]
+
+
+def test_other_pools_are_refused_by_name(make: Callable[..., Any]) -> None:
+    pool = latents("page_first")
+    backend = make(pool)
+    with pytest.raises(LayoutError, match="host pool 'swa'"):
+        backend.register_mem_host_pool_v2(pool, "swa")
+
+
+def test_options_that_cannot_be_used_are_refused(cache: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'read_timeout'"):
+        HiCacheBackend(storage(cache, read_time_out=1))
+    backend = HiCacheBackend(storage({"cpu": {"capacity": "nonsense"}}))
+    with pytest.raises(ConfigError, match="capacity"):
+        backend.register_mem_pool_host(latents("page_first"))
+
+
+def test_weights_that_were_changed_in_place_are_others(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmcache_core.connectors.sglang import engine
+
+    pool = latents("page_first")
+    backend, other = make(pool), make(pool)
+    places = pool.alloc(32)
+    assert backend.batch_set_v1(KEYS[:2], places) == [True, True]
+    monkeypatch.setattr(engine, "weights_now", lambda: ("v2", 1))
+    assert backend.batch_exists(KEYS[:2]) == 0
+    assert backend.batch_set_v1(KEYS[:2], places) == [True, True]
+    until(lambda: other.batch_exists(KEYS[:2]) == 2)  # the other ranks of this engine find them
+    monkeypatch.setattr(engine, "weights_now", lambda: ("v3", 2))
+    assert other.batch_exists(KEYS[:2]) == 0
+
+
+@pytest.mark.parametrize(("adapter", "salt"), [(None, None), ("lora", None), (None, "tenant")])
+def test_names_of_pages_are_our_keys(adapter: str | None, salt: str | None) -> None:
+    from array import array
+
+    tokens = prompt(5, 96)
+    seed = storage_namespace_seed(adapter, salt)
+    hashes = get_hash_str(array("q", tokens), seed, 16)
+    assert _as_bytes(hashes) == page_keys(tokens, 16, bytes.fromhex(seed) if seed else b"")
+
+
+def test_the_extra_configuration_is_json() -> None:
+    assert json.loads(json.dumps(extra_config("cache.yaml")))["class_name"] == "HiCacheBackend"

@@ -1,0 +1,112 @@
+"""A real engine on the CPU: what it has forgotten comes back from storage, and it answers the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sglang.engine import PAGE, Answer, Engine, extra_config, prompt
+from tests.sglang.models import make_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TOKENS = 404
+WHOLE = TOKENS // PAGE * PAGE
+CACHE: dict[str, Any] = {"cpu": {"capacity": "128MiB"}, "chunk_tokens": 64}
+
+
+def on_disk(folder: Path) -> dict[str, Any]:
+    return CACHE | {"tiers": [{"backend": "disk", "path": str(folder / "kv"), "capacity": "1GiB"}]}
+
+
+def forgotten(engine: Engine, seed: int, **more: Any) -> tuple[Answer, Answer]:
+    """The answer to a prompt, and again when the engine has forgotten it."""
+    first = engine.generate(prompt(seed, TOKENS), **more)
+    engine.flush()
+    return first, engine.generate(prompt(seed, TOKENS), **more)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, place: Path) -> Iterator[Engine]:
+    with Engine(model, extra_config(on_disk(place))) as made:
+        yield made
+
+
+def test_what_was_forgotten_comes_from_storage(engine: Engine) -> None:
+    first, again = forgotten(engine, 1)
+    assert (first.cached, first.storage) == (0, 0)
+    assert (again.cached, again.storage, again.backend) == (WHOLE, WHOLE, "HiCacheBackend")
+    assert again.tokens == first.tokens
+    assert len(set(first.tokens)) > 3  # an answer that tells something
+
+
+def test_a_conversation_goes_on_where_it_was(engine: Engine) -> None:
+    first = engine.generate(prompt(2, TOKENS), 64)
+    turn = [*prompt(2, TOKENS), *first.tokens, *prompt(3, 200)]
+    longer = engine.generate(turn)
+    assert longer.cached >= WHOLE
+    engine.flush()
+    again = engine.generate(turn)
+    assert again.storage == len(turn) // PAGE * PAGE
+    assert again.tokens == longer.tokens
+
+
+def test_another_salt_finds_nothing_and_the_same_does(engine: Engine) -> None:
+    first, again = forgotten(engine, 4, salt="a")
+    assert (first.cached, again.storage) == (0, WHOLE)
+    assert again.tokens == first.tokens
+    engine.flush()
+    assert engine.generate(prompt(4, TOKENS), salt="b").cached == 0
+    assert engine.generate(prompt(4, TOKENS)).cached == 0
+
+
+def test_a_new_process_finds_it_on_disk(engine: Engine, model: Path, place: Path) -> None:
+    """After the fixture's engine, which still has the disk's shard, another one has its own; so it is ended first."""
+    want, _ = forgotten(engine, 5)
+    engine.generate(prompt(6, TOKENS))  # so that what was written before it is on the disk
+    engine.close()
+    with Engine(model, extra_config(on_disk(place)), max_total_tokens=4096) as second:
+        got = second.generate(prompt(5, TOKENS))
+    assert (got.cached, got.storage) == (WHOLE, WHOLE)
+    assert got.tokens == want.tokens
+
+
+def test_weights_that_are_changed_in_place(model: Path, tmp_path: Path) -> None:
+    other = make_model(tmp_path / "other", seed=1)
+    with Engine(model, extra_config(CACHE)) as changed:
+        first, again = forgotten(changed, 7)
+        assert again.storage == WHOLE
+        assert changed.update(other)[0]
+        new, renewed = forgotten(changed, 7)
+        assert (new.cached, renewed.storage) == (0, WHOLE)
+        assert new.tokens == renewed.tokens != first.tokens
+
+
+def test_two_ranks(model: Path) -> None:
+    threads = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with Engine(model, extra_config(CACHE), layout="layer_first", tp_size=2, environment=threads) as ranks:
+        first, again = forgotten(ranks, 8)
+        assert (first.cached, again.storage) == (0, WHOLE)
+        assert again.tokens == first.tokens
+
+
+def test_sglang_s_own_faults(model: Path) -> None:
+    faults = {
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.02",
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.4",
+    }
+    with Engine(model, extra_config(CACHE), environment=faults, layout="page_head") as engine:
+        storage = 0
+        for seed in range(10, 16):
+            first, again = forgotten(engine, seed)
+            assert again.tokens == first.tokens
+            storage += again.storage
+        assert storage > 0
