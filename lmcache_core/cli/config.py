@@ -67,7 +67,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         connect = loaded.config.connect
         tiers = ", ".join(tier.name for tier in loaded.config.tiers) or "none"
         what = f"uses the node at {socket_path(connect)} and its tiers" if connect else f"tiers: {tiers}"
-        print(visible(f"{loaded.provenance.name}: is valid; {what}; nothing was opened"))
+        print(visible(f"{loaded.provenance.name}: valid; {what}; nothing was opened"))
     return 0 if problem is None else 1
 
 

@@ -136,7 +136,8 @@ def _print(
     if lines:
         print()
     for name, kind, text in lines:
-        print(visible(f"{kind}: {name}: {text}" if name else f"{kind}: {text}"))
+        named = not name or text.startswith(f"{name}: ")  # a backend says its own name
+        print(visible(f"{kind}: {text}" if named else f"{kind}: {name}: {text}"))
     if not lines:
         print(("\n" if checked else "") + visible(f"{file}: all is well"))
     elif well:

@@ -103,24 +103,26 @@ def connected(arguments: argparse.Namespace, *, must: bool = True) -> Iterator[t
     client = RemoteClient(path, config, own_name(arguments.command), operator=True)
     try:
         if must and not client.wait_until_up(0):
-            raise not_there(client, config)
+            raise not_there(client, config, file=arguments.config)
         yield client, config
     finally:
         client.close()
 
 
-def not_there(client: RemoteClient, config: Config, error: str = "") -> LMCacheError:
-    """Why there is no connection, or why a call ended with `error`, and what to do about it."""
+def not_there(client: RemoteClient, config: Config, error: str = "", file: str | None = None) -> LMCacheError:
+    """Why there is no connection, or why a call ended with `error`, and what to do about it. `file` is the
+    configuration that was named."""
     path = client.path
     why = error if "in time" in error else client.why or error
     try:
         there = listens(path, config.call_timeout)
     except BackendError as error:
         return error
+    words = "" if file is None else f"--config {file} "
     if not there:
         return BackendError(
-            f"there is no node at {path}; start it with: lmcache-core serve --socket {path}; or name the socket of "
-            "another one with --socket"
+            f"there is no node at {path}; start it with: lmcache-core serve {words}--socket {path}; or name the socket "
+            "of another one with --socket"
         )
     if "timed out" in why or "in time" in why:
         limit = format_duration(config.call_timeout)

@@ -33,7 +33,7 @@ def good(tmp_path: Path) -> Path:
 
 def test_check_accepts(run: Run, good: Path) -> None:
     checked = run("config", "check", good)
-    assert (checked.code, checked.out, checked.err) == (0, f"{good}: is valid; tiers: disk; nothing was opened\n", "")
+    assert (checked.code, checked.out, checked.err) == (0, f"{good}: valid; tiers: disk; nothing was opened\n", "")
     plain = {"file": str(good), "valid": True, "error": None, "warnings": [], "connect": None}
     assert run("config", "check", good, "--json").json == plain
 
@@ -41,9 +41,9 @@ def test_check_accepts(run: Run, good: Path) -> None:
 def test_check_without_a_file_takes_the_one_of_the_environment(
     run: Run, good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run("config", "check").out == "defaults: is valid; tiers: none; nothing was opened\n"
+    assert run("config", "check").out == "defaults: valid; tiers: none; nothing was opened\n"
     monkeypatch.setenv("LMCACHE_CORE_CONFIG", str(good))
-    assert run("config", "check").out == f"{good}: is valid; tiers: disk; nothing was opened\n"
+    assert run("config", "check").out == f"{good}: valid; tiers: disk; nothing was opened\n"
 
 
 def test_check_warns_of_a_pool_that_this_machine_cannot_hold(
@@ -62,7 +62,7 @@ def test_check_says_whose_node_a_client_uses(run: Run, tmp_path: Path, monkeypat
     file = tmp_path / "engine.yaml"
     file.write_text("connect: /run/node.sock\n")
     checked = run("config", "check", file)
-    what = "is valid; uses the node at /run/node.sock and its tiers; nothing was opened"
+    what = "valid; uses the node at /run/node.sock and its tiers; nothing was opened"
     assert (checked.code, checked.out, checked.err) == (0, f"{file}: {what}\n", "")
     assert run("config", "check", file, "--json").json["connect"] == "/run/node.sock"
 

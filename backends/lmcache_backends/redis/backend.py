@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from lmcache_backends.redis import problems
 from lmcache_backends.redis.connecting import Connector
@@ -14,6 +15,7 @@ from lmcache_backends.redis.routing import Command, Parse, Router
 from lmcache_core.errors import BackendError, ClosedError
 from lmcache_core.protocols import Chunk, ChunkKey, Listed, ReadResult, WriteResult
 
+T = TypeVar("T")
 _MANIFESTS = b"spaces"
 
 
@@ -201,11 +203,16 @@ def _of(verb: bytes, name: bytes) -> Command:
 
 
 def _into(view: memoryview) -> Parse[ReadResult]:
-    return lambda connection: connection.value_into(view)
+    return lambda connection: _of_a_value(connection.value_into(view))
 
 
 def _within(view: memoryview) -> Parse[int | ReadResult]:
-    return lambda connection: connection.value_within(view)
+    return lambda connection: _of_a_value(connection.value_within(view))
+
+
+def _of_a_value(found: T | ErrorReply) -> T | ReadResult | ErrorReply:
+    """A list or a hash in a chunk's place is no chunk."""
+    return ReadResult.CORRUPT if isinstance(found, ErrorReply) and found.code == "WRONGTYPE" else found
 
 
 def _written(connection: RespSocket) -> WriteResult | ErrorReply:

@@ -21,6 +21,8 @@ class Connector:
     def __init__(self, options: RedisOptions) -> None:
         self.options = options
         self.url: Url = options.parsed()
+        self.known = False
+        """A connection could be made once."""
         self._context: ssl.SSLContext | None = None
 
     def context(self) -> ssl.SSLContext | None:
@@ -57,16 +59,17 @@ class Connector:
         try:
             connection = RespSocket(self._open(where))
             self._log_in(where, connection, until)
+            self.known = True
             connection.limit(None)  # from now on a call ends when the node's deadline aborts it
             good, connection = connection, None
             return good
         except ConnectionLost as error:
             cause = error.__cause__
             raise problems.of_connecting(
-                where, cause if isinstance(cause, Exception) else error, self.url.tls
+                where, cause if isinstance(cause, Exception) else error, self.url.tls, known=self.known
             ) from error
         except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
-            raise problems.of_connecting(where, error, self.url.tls) from error
+            raise problems.of_connecting(where, error, self.url.tls, known=self.known) from error
         finally:
             if connection is not None:
                 connection.close()

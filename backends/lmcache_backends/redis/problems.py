@@ -28,6 +28,7 @@ _NOT_NOW = {
     "TRYAGAIN": "is moving slots of its cluster",
     "OOM": "is full, and its maxmemory-policy evicts nothing; set maxmemory-policy allkeys-lru",
     "BUSY": "is busy with a script",
+    "WRONGTYPE": "has something else in the place of what is ours; delete it there, or choose another prefix",
 }
 
 
@@ -53,8 +54,8 @@ def of_silence(where: Address) -> BackendError:
     return BackendError(f"redis at {where} does not answer in TLS in time; if it does not speak it, write redis://")
 
 
-def of_connecting(where: Address, error: Exception, tls: bool) -> BackendError:
-    """Why a connection cannot be made."""
+def of_connecting(where: Address, error: Exception, tls: bool, *, known: bool = False) -> BackendError:
+    """Why a connection cannot be made. `known` if one could be made before: then the options are right."""
     said = f"redis at {where}"
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code == 10:  # X509_V_ERR_CERT_HAS_EXPIRED
@@ -78,6 +79,8 @@ def of_connecting(where: Address, error: Exception, tls: bool) -> BackendError:
         return BackendError(f"{said}: there is no such socket; is the server started, with unixsocket set to this?")
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM):
         return BackendError(f"{said}: this user may not open the socket; see unixsocketperm")
+    if known:
+        return BackendError(f"{said}: {error}")
     if not tls:
         return BackendError(f"{said}: {error}; does it want TLS? Then write rediss://")
     return BackendError(f"{said}: {error}; if it wants a certificate of ours, name it with tls_cert")

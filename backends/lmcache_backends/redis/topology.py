@@ -90,7 +90,7 @@ def _ask(connector: Connector, where: Address, mode: str) -> Topology:
             raise ConfigError(f"redis at {where} is not part of a cluster; leave mode out, or name a node") from error
         raise problems.of_reply(where, ErrorReply(text)) from error
     except (redis.exceptions.RedisError, OSError) as error:
-        raise problems.of_connecting(where, error, connector.url.tls) from error
+        raise problems.of_connecting(where, error, connector.url.tls, known=connector.known) from error
     finally:
         client.close()
 
