@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from lmcache_core.protocols import ReadResult
 
-__all__ = ["DIGEST", "Client", "Head", "Part"]
+__all__ = ["DIGEST", "Client", "Head", "Page", "Part"]
 
 DIGEST = "xxh3"
 """Metadata of an object: the xxh3-128 of its value. Tells whether what is there is what would be written."""
@@ -28,6 +28,15 @@ class Head(NamedTuple):
 
     nbytes: int
     metadata: Mapping[str, str]
+
+
+class Page(NamedTuple):
+    """A part of a listing."""
+
+    objects: list[tuple[str, int]]
+    """Names, and bytes."""
+    more: str
+    """What the next part begins behind; empty if there is none."""
 
 
 class Client(Protocol):
@@ -68,6 +77,6 @@ class Client(Protocol):
         """Delete an object."""
         ...
 
-    async def names(self, prefix: str) -> list[str]:
-        """Names of the objects that begin with `prefix`, at most 1000."""
+    async def page(self, prefix: str, more: str = "", most: int = 1000) -> Page:
+        """Objects whose names begin with `prefix`, at most so many: the first, or those that follow on another part."""
         ...

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-from lmcache_core.names import object_name
+from lmcache_core.errors import LayoutError
+from lmcache_core.names import object_name, parse_object_name
 from lmcache_core.protocols import ChunkKey
 
 __all__ = ["Names"]
@@ -24,11 +25,21 @@ class Names:
         """What the names of manifests begin with."""
         self.absent = f"{prefix}probe/absent"
         """An object that nobody writes: that it is missing can be told only to whom may read."""
-        self._prefix = prefix
+        self.prefix = prefix
+        """What all names begin with."""
 
     def chunk(self, key: ChunkKey) -> str:
         """The object that holds a chunk."""
-        return self._prefix + object_name(key)
+        return self.prefix + object_name(key)
+
+    def key_of(self, name: str) -> ChunkKey | None:
+        """The chunk that an object holds, None if it is none of ours."""
+        if not name.startswith(self.prefix):
+            return None
+        try:
+            return parse_object_name(name.removeprefix(self.prefix))
+        except LayoutError:
+            return None
 
     def manifest(self, space: bytes) -> str:
         """The object that describes a space."""

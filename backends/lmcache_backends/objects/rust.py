@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 
-from lmcache_backends.objects.client import DIGEST, Head, Part
+from lmcache_backends.objects.client import DIGEST, Head, Page, Part
 from lmcache_backends.objects.faults import Dialect, Fault, fault_of_text
 from lmcache_backends.objects.options import ObjectOptions
 from lmcache_backends.objects.tally import Tally
@@ -172,14 +172,15 @@ class RustClient:
         if fault.code == self._dialect.gone:
             raise fault
 
-    async def names(self, prefix: str) -> list[str]:
+    async def page(self, prefix: str, more: str = "", most: int = 1000) -> Page:
         self._tally.add("requests_list")
         try:
-            async for batch in obstore.list(self._store, prefix, chunk_size=1000):
-                return [entry["path"] for entry in batch]
+            async for batch in obstore.list(self._store, prefix, offset=more or None, chunk_size=most):
+                objects = [(entry["path"], entry["size"]) for entry in batch]
+                return Page(objects, objects[-1][0] if len(objects) == most else "")
         except (BaseError, FileNotFoundError, ValueError) as error:
             raise fault_of_text(str(error)) from None
-        return []
+        return Page([], "")
 
 
 async def _returned(view: memoryview) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 import xxhash
 
-from lmcache_backends.objects.client import DIGEST, Client, Part
+from lmcache_backends.objects.client import DIGEST, Client, Page, Part
 from lmcache_backends.objects.endings import end_before_exit
 from lmcache_backends.objects.faults import Fault
 from lmcache_backends.objects.names import Names
@@ -18,7 +18,7 @@ from lmcache_backends.objects.retries import Retries
 from lmcache_backends.objects.tally import Tally
 from lmcache_core.errors import BackendError, ClosedError, ConfigError
 from lmcache_core.iothreads import IoThreads
-from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
+from lmcache_core.protocols import Chunk, ChunkKey, Listed, ReadResult, WriteResult
 
 __all__ = ["Service", "Session"]
 
@@ -30,6 +30,7 @@ _THREADS = 2
 _LAST_CALLS = 2.0
 """Seconds that `close` gives requests that are under way."""
 _MOST_DELETED = 1000
+_MOST_LISTED = 1000
 """Objects that one request can delete."""
 _LARGEST_MANIFEST = 1 << 20
 
@@ -262,12 +263,24 @@ class Session:
                 found[space] = manifest
 
         async def each() -> None:
-            names = await self._request(lambda client: client.names(self._names.manifests))
-            spaces = {name: self._names.space_of(name) for name in names}
+            page = await self._request(lambda client: client.page(self._names.manifests))
+            spaces = {name: self._names.space_of(name) for name, _ in page.objects}
             await self._all(one(space, name) for name, space in spaces.items() if space is not None)
 
         await self._all([each()])
         return found
+
+    async def listed(self, more: str) -> tuple[list[Listed], str]:
+        """Some of the chunks that are there, and behind what to go on; empty at the end."""
+        page = Page([], "")
+
+        async def one() -> None:
+            nonlocal page
+            page = await self._request(lambda client: client.page(self._names.prefix, more, _MOST_LISTED))
+
+        await self._all([one()])
+        keys = [(self._names.key_of(name), nbytes) for name, nbytes in page.objects]
+        return [Listed(key, nbytes) for key, nbytes in keys if key is not None and nbytes], page.more
 
     # Requests
 

@@ -22,7 +22,7 @@ from aiobotocore.session import AioSession
 from botocore.exceptions import BotoCoreError, ClientError, ProxyConnectionError, SSLError
 from botocore.session import Session
 
-from lmcache_backends.objects.client import DIGEST, Head, Part
+from lmcache_backends.objects.client import DIGEST, Head, Page, Part
 from lmcache_backends.objects.faults import Fault, fault_of_text
 from lmcache_backends.objects.tally import Tally
 from lmcache_backends.s3.errors import ABSENT
@@ -228,12 +228,14 @@ class AwsClient:
                 except ClientError as error:
                     _absent(error)
 
-    async def names(self, prefix: str) -> list[str]:
+    async def page(self, prefix: str, more: str = "", most: int = 1000) -> Page:
         self._tally.add("requests_list")
+        behind = {"ContinuationToken": more} if more else {}
         with _faults():
             async with asyncio.timeout(self._timeout):
-                answer = await self._client.list_objects_v2(Bucket=self._bucket, Prefix=prefix)
-        return [entry["Key"] for entry in answer.get("Contents", ())]
+                answer = await self._client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, MaxKeys=most, **behind)
+        objects = [(entry["Key"], int(entry["Size"])) for entry in answer.get("Contents", ())]
+        return Page(objects, str(answer.get("NextContinuationToken", "")) if answer.get("IsTruncated") else "")
 
 
 def _size(answer: Any, *, ranged: bool) -> int:

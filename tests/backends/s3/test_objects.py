@@ -211,3 +211,19 @@ async def test_memory_does_not_grow_over_reads(make_shelf: MakeShelf) -> None:
 
     before = await reads(100)  # allocators have taken what they need
     assert await reads(500) - before < 500 * 64 * KIB // 4
+
+
+async def test_a_listing_of_many_requests_has_all_that_is_ours(
+    make_shelf: MakeShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what lies under the prefix: a manifest, an object of another name and an empty one are no chunks."""
+    monkeypatch.setattr("lmcache_backends.objects.session._MOST_LISTED", 7)
+    shelf = await make_shelf()
+    chunks = [make_chunk(make_key(number), (1 + number % 3) * 4 * KIB) for number in range(23)]
+    assert await shelf.backend.write(chunks) == [STORED] * 23
+    await shelf.backend.describe(chunks[0].key.space, b"{}")
+    await asyncio.to_thread(shelf.raw.write, make_key(99), b"")
+    before = shelf.count("requests_list")
+    listed = [each async for batch in shelf.backend.listing() for each in batch]
+    assert sorted(listed) == sorted((chunk.key, chunk.data.nbytes) for chunk in chunks)
+    assert 25 / 7 <= shelf.count("requests_list") - before <= 5
