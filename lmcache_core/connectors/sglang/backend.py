@@ -197,7 +197,8 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     @_guarded(lambda *_: 0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many of these pages can be read, from the first on. They are kept for being read."""
-        return self._used().exists(_as_bytes(keys), _prefix(extra_info))
+        store = self._used()
+        return store.exists(_as_bytes(keys), _prefix(store, extra_info))
 
     @_guarded(lambda *_: False)
     def exists(self, key: str) -> bool:
@@ -211,7 +212,7 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         assert pages is not None
         started = time.perf_counter()
         view = pages.view(self._numbers(host_indices, len(keys)))
-        done = store.get(_as_bytes(keys), view, _prefix(extra_info))
+        done = store.get(_as_bytes(keys), view, _prefix(store, extra_info))
         self._note("prefetch", done, time.perf_counter() - started)
         return [place < done for place in range(len(keys))]
 
@@ -224,7 +225,7 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if not self._config.is_storage_writer:
             return [True] * len(keys)  # another rank stores the same
         view = pages.view(self._numbers(host_indices, len(keys)))
-        done = store.set(_as_bytes(keys), view, _prefix(extra_info))
+        done = store.set(_as_bytes(keys), view, _prefix(store, extra_info))
         self._note("backup", done, time.perf_counter() - started)
         return [place < done for place in range(len(keys))]
 
@@ -323,5 +324,7 @@ def _as_bytes(keys: Sequence[str]) -> list[bytes]:
     return found
 
 
-def _prefix(extra_info: Any) -> list[bytes]:
-    return _as_bytes(getattr(extra_info, "prefix_keys", None) or ())
+def _prefix(store: PageStore, extra_info: Any) -> list[bytes]:
+    """What has to be told of the pages in front of a run, which may be very many."""
+    keys = getattr(extra_info, "prefix_keys", None) or ()
+    return _as_bytes(keys[store.needed_from(len(keys)) :])

@@ -64,6 +64,10 @@ class PageStore:
     def _chunk_pages(self) -> int:
         return -(-self.client.chunk_tokens // self.page_tokens)
 
+    def needed_from(self, prefix: int) -> int:
+        """Of a prefix of so many pages, the first that has to be told: those in front of it may be left out."""
+        return max(0, prefix // self._chunk_pages - 1) * self._chunk_pages
+
     @property
     def promises(self) -> int:
         """How many look-ups are kept."""
@@ -73,7 +77,13 @@ class PageStore:
 
     def exists(self, keys: Sequence[bytes], prefix: Sequence[bytes] = ()) -> int:
         """How many of these pages can be read, from the first on. They are kept until they have been read, or the time
-        has passed in which the engine reads them."""
+        has passed in which the engine reads them.
+
+        Args:
+            keys: Of the pages.
+            prefix: Keys of those in front of them, from the prompt's start or as `needed_from` says. None where that is
+                not known.
+        """
         keys = keys[: self._first_failed(keys)]
         if not keys:
             return 0

@@ -137,6 +137,18 @@ def test_what_is_there_already_is_not_stored_again(world: World) -> None:
     assert world.fetch(KEYS[:8]) == 8
 
 
+@pytest.mark.parametrize("length", range(14))
+def test_what_lies_far_in_front_need_not_be_told(world: World, length: int) -> None:
+    told = world.store.needed_from(length)
+    assert (told % 4, length - told < 8) == (0, True)
+    for prefix in (KEYS[:length], KEYS[told:length]):
+        world.forget("cpu", "tier0")
+        world.compute(KEYS[:length])
+        assert world.compute(KEYS[length:20], prefix) == 20 - length
+        until(lambda: world.chunks == 5)
+        assert world.fetch(KEYS[length:20], prefix) == 20 - length
+
+
 def test_pages_of_one_token() -> None:
     keys = prompt_keys(3, 300, page_tokens=1)
     with opened(tier(), host=Host(pages=300, page_tokens=1), chunk_tokens=64) as world:
