@@ -19,6 +19,8 @@ class BackendCalls:
         self.abortable = isinstance(backend, Abortable) and backend.abortable
         self._name = name
         self._hanging: set[asyncio.Task[Any]] = set()
+        self._deadlines: dict[asyncio.Timeout, None] = {}
+        """Of calls under way that can be aborted, in order."""
 
     @property
     def hanging(self) -> int:
@@ -34,8 +36,14 @@ class BackendCalls:
             TimeoutError: It took too long.
         """
         try:
-            async with asyncio.timeout(limit if self.abortable else None):
-                return await work
+            async with asyncio.timeout(limit if self.abortable else None) as deadline:
+                if not self.abortable:
+                    return await work
+                self._deadlines[deadline] = None
+                try:
+                    return await work
+                finally:
+                    del self._deadlines[deadline]
         except (BackendError, ConfigError, TimeoutError):
             raise
         except asyncio.CancelledError as error:
@@ -66,6 +74,13 @@ class BackendCalls:
         if not task.done():
             raise TimeoutError
         return task.result()
+
+    def abort(self) -> None:
+        """Let the time of all that can be aborted be over: who waits for it, waits in vain."""
+        now = asyncio.get_running_loop().time()
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(now)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._hanging.discard(task)

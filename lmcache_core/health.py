@@ -181,6 +181,7 @@ class TierHealth:
         )
         self._events.lost(self._number)
         self.stop()
+        self.calls.abort()  # or it would be waited for to the end before the backend is opened again
         self._recovering = asyncio.get_running_loop().create_task(self._recover())
 
     async def _recover(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lmcache_core.coding.recipe import recipe_of
 from lmcache_core.config import InvalidSetting, LoadedConfig, load_config
 from lmcache_core.config.conversion import dotted
 from lmcache_core.errors import ConfigError, PluginError
@@ -21,11 +22,15 @@ def load_usable(file: str | None) -> LoadedConfig:
     """
     loaded = load_config(None if file is None else Path(file))
     for number, tier in enumerate(loaded.config.tiers):
+        place = ("tiers", number)
         try:
-            load_backend(tier.backend).create(tier.options)
+            backend = load_backend(tier.backend).create(tier.options)
         except (ConfigError, PluginError) as error:
             below = error.key if isinstance(error, InvalidSetting) else ()
-            place = ("tiers", number)
             where = loaded.provenance.nearest((*place, *below))
             raise ConfigError(f"{where}: {dotted(place)}: {error}") from error
+        try:
+            recipe_of(dotted(place), tier, backend)
+        except ConfigError as error:
+            raise ConfigError(f"{loaded.provenance.nearest(place)}: {error}") from None
     return loaded

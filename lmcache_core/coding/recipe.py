@@ -14,7 +14,7 @@ from lmcache_core.protocols import ReadsShorter, StorageBackend
 if TYPE_CHECKING:
     from lmcache_core.coding.cipher import Keyring
 
-__all__ = ["Recipe", "recipe_of"]
+__all__ = ["Recipe", "check_packages", "recipe_of"]
 
 
 class Recipe(NamedTuple):
@@ -30,6 +30,25 @@ class Recipe(NamedTuple):
         return not self.codec and self.keys is None
 
 
+def check_packages(place: str, tier: TierConfig) -> None:
+    """See that what a tier's coding needs is installed.
+
+    Raises:
+        ConfigError: It is not; the message says what to install.
+    """
+    codec = Codec[tier.codec.upper()]
+    try:
+        if codec:
+            load_codec(codec)
+    except ImportError as error:
+        raise _lacks(f"{place}.codec", tier.codec, tier.codec, error) from None
+    if tier.cipher is not None:
+        try:
+            import lmcache_core.coding.cipher  # noqa: F401  for those who encrypt
+        except ImportError as error:
+            raise _lacks(f"{place}.cipher", "encryption", "crypto", error) from None
+
+
 def recipe_of(place: str, tier: TierConfig, backend: StorageBackend) -> Recipe:
     """The recipe of the tier whose settings are at `place`.
 
@@ -37,24 +56,18 @@ def recipe_of(place: str, tier: TierConfig, backend: StorageBackend) -> Recipe:
         ConfigError: It cannot be followed; the message says what to change or to install.
     """
     codec = Codec[tier.codec.upper()]
-    if codec:
-        if not isinstance(backend, ReadsShorter):
-            raise ConfigError(
-                f"{place}.codec: backend {tier.backend!r} reads values of exact sizes only, and compressed chunks have "
-                "any size; write 'codec: none'"
-            )
-        try:
-            load_codec(codec)
-        except ImportError as error:
-            raise _lacks(f"{place}.codec", tier.codec, tier.codec, error) from error
+    if codec and not isinstance(backend, ReadsShorter):
+        raise ConfigError(
+            f"{place}.codec: backend {tier.backend!r} reads values of exact sizes only, and compressed chunks have any "
+            "size; write 'codec: none'"
+        )
+    check_packages(place, tier)
     return Recipe(codec, None if tier.cipher is None else _keyring(place, tier))
 
 
 def _keyring(place: str, tier: TierConfig) -> Keyring:
-    try:
-        from lmcache_core.coding.cipher import Keyring  # for those who encrypt
-    except ImportError as error:
-        raise _lacks(f"{place}.cipher", "encryption", "crypto", error) from error
+    from lmcache_core.coding.cipher import Keyring  # for those who encrypt
+
     config = tier.cipher
     assert config is not None
     try:

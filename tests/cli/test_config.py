@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lmcache_core.coding.codecs import load_codec
 from lmcache_core.config import Config, fields_of, load_config
 from lmcache_core.plugins import load_backend
 from tests.cli.conftest import Run
@@ -322,3 +323,18 @@ def test_what_was_migrated_can_be_checked(run: Run, tmp_path: Path) -> None:
     again = run("config", "migrate", new)
     assert (again.code, again.out) == (1, "")
     assert f"{new}:2: 'chunk_tokens' is a key of lmcache-core" in again.err
+
+
+def test_check_finds_a_codec_that_is_not_installed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "coded.yaml"
+    file.write_text("tiers:\n  - backend: redis\n    url: redis://h\n    codec: zstd\n")
+    assert run("config", "check", file).code == 0
+    load_codec.cache_clear()
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    for words in (["config", "check", file], ["doctor", file]):
+        refused = run(*words)
+        assert refused.code == 1
+        assert "coded.yaml:2: tiers[0].codec: zstd needs a package that cannot be imported" in refused.err
+        assert "pip install 'lmcache-core[zstd]'" in refused.err
+        assert len(refused.err.splitlines()) == 1
+    load_codec.cache_clear()

@@ -117,6 +117,26 @@ def test_an_abortable_read_is_cancelled_at_its_deadline() -> None:
         assert cache.stats().slots == 0
 
 
+def test_what_can_be_aborted_does_not_keep_a_tier_from_being_opened_again() -> None:
+    """A write that hangs has a minute, and would hold up the recovery for as long."""
+    slow = Slow(CpuBackend(CpuOptions()))
+    with open_cache(slow, tiers=[{"read_timeout": 0.05, "write_timeout": 60.0, "breaker": QUICK}]) as cache:
+        store(cache, "abcd")
+        cache.clear(["cpu"])
+        slow.hang()
+        prompt = cache.prompt(tokens("efgh"))
+        written = cache.store(prompt, PageView.of(prompt.keys))
+        until(lambda: slow.hanging == 1)
+        assert retrieve(cache, "abcd") == 0
+        until(lambda: counted(cache, "opened_breakers", "t0") == 1)
+        assert written.wait(10) is False
+        slow.hang("touch")  # what is called from now on is well; nothing is let go
+        until(lambda: cache.stats().tiers[0].up)
+        assert slow.hanging == 0
+        assert store(cache, "ijkl")
+        at_rest(cache)
+
+
 def test_the_breaker_opens_calls_return_at_once_and_a_probe_recovers() -> None:
     """A dead tier costs the requests that found out; then nobody pays, and it comes back by itself with its hits."""
     shelf = Shelf()

@@ -98,7 +98,8 @@ class Chaos:
             asyncio.ensure_future(self._pass_on(far_reader, writer, carried, link, out=False)),
         ]
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(asyncio.CancelledError):  # the relay ends
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for way in ways:
                 way.cancel()
