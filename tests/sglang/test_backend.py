@@ -257,6 +257,41 @@ def test_weights_that_were_changed_in_place_are_others(
     assert other.batch_exists(KEYS[:2]) == 0
 
 
+def test_weights_are_changed_until_what_they_computed_is_forgotten(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored in between may have been computed by either."""
+    from lmcache_core.connectors.sglang import engine
+
+    monkeypatch.setattr(engine, "updates", engine._Updates())
+    pool = latents("page_first")
+    backend, places = make(pool), pool.alloc(32)
+    assert backend.batch_set_v1(KEYS[:2], places) == [True, True]
+    engine.updates.forgotten()
+    assert backend.batch_exists(KEYS[:2]) == 2
+    engine.updates.begin()
+    assert backend.batch_exists(KEYS[:2]) == 0
+    assert backend.batch_set_v1(KEYS[:2], places) == [True, True]
+    assert backend.batch_exists(KEYS[:2]) == 2
+    engine.updates.forgotten()
+    assert backend.batch_exists(KEYS[:2]) == 0
+    assert backend.batch_set_v1(KEYS[:2], places) == [True, True]
+    engine.updates.forgotten()
+    assert backend.batch_exists(KEYS[:2]) == 2
+    until(lambda: make(pool).batch_exists(KEYS[:2]) == 2)  # attached anew, for the weights of now
+
+
+def test_sglang_is_watched_once() -> None:
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    from lmcache_core.connectors.sglang import engine
+
+    assert engine.watch_updates()
+    before = UnifiedRadixCache.reset
+    assert engine.watch_updates()
+    assert UnifiedRadixCache.reset is before
+
+
 @pytest.mark.parametrize(("adapter", "salt"), [(None, None), ("lora", None), (None, "tenant")])
 def test_names_of_pages_are_our_keys(adapter: str | None, salt: str | None) -> None:
     from array import array

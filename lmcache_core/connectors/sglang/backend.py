@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -83,12 +84,13 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         for key in strange:
             log.warning("hicache-storage-backend-extra-config: %r is neither an option of ours nor of SGLang's", key)
         self._client: Client | None = None
-        self._store: PageStore | None = None
+        self._turn = threading.Lock()
+        self._current: tuple[object, PageStore] | None = None
+        """The weights that are in use, and the store of what they compute."""
         self._pages: HostPages | None = None
         self._namespace: Namespace | None = None
         self._order: Any = None
         self._page_tokens = 0
-        self._weights: object = None
         self._stats: dict[str, tuple[list[int], list[float]]] = {"prefetch": ([], []), "backup": ([], [])}
 
     def _fault(self, method: str, error: Exception) -> None:
@@ -153,16 +155,19 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             ranks=place.ranks,
             lease=LONGEST_PREFETCH,
         )
-        engine.watch_updates()
-        self._weights = engine.weights_now()
-        self._open_store(self._namespace)
+        if not engine.watch_updates():
+            log.warning("this version of SGLang does not tell when weights are changed in place; clear the cache then")
+        with self._turn:
+            weights = engine.weights_now()
+            changed = bool(engine.updates.number)  # before this was attached
+            namespace = self._namespace.with_epoch(engine.epoch_of(weights)) if changed else self._namespace
+            self._open_store(self._client, namespace, weights)
 
-    def _open_store(self, namespace: Namespace) -> PageStore:
-        assert self._client is not None
-        store = PageStore(self._client, self._client.register(namespace), self._options)
-        before, self._store = self._store, store
+    def _open_store(self, client: Client, namespace: Namespace, weights: object) -> PageStore:
+        store = PageStore(client, client.register(namespace), self._options)
+        before, self._current = self._current, (weights, store)
         if before is not None:
-            before.close()
+            before[1].close()
         return store
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -181,16 +186,17 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     def _used(self) -> PageStore:
         """The store of the weights that are in use now."""
-        store, weights = self._store, engine.weights_now()
-        if store is None:
-            raise UsageError("no host pool has been registered, or the backend has been closed")
-        if weights != self._weights:
-            assert self._namespace is not None
-            self._weights = weights
-            epoch = engine.epoch_of(weights)
-            store = self._open_store(self._namespace.with_epoch(epoch))
+        weights, current = engine.weights_now(), self._current
+        if current is not None and current[0] == weights:
+            return current[1]
+        with self._turn:
+            current, client, namespace = self._current, self._client, self._namespace
+            if current is None or client is None or namespace is None:
+                raise UsageError("no host pool has been registered, or the backend has been closed")
+            if current[0] == weights:
+                return current[1]
             self._log.info("the weights have changed: what was stored before is not used any more, nor deleted")
-        return store
+            return self._open_store(client, namespace.with_epoch(engine.epoch_of(weights)), weights)
 
     # Finding, reading, storing
 
@@ -301,10 +307,11 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     @_guarded(lambda *_: None)
     def close(self) -> None:
         """Let go of the node; one that is the engine's own is closed."""
-        store, client = self._store, self._client
-        self._store = self._client = self._pages = None
-        if store is not None:
-            store.close()
+        with self._turn:
+            current, client = self._current, self._client
+            self._current = self._client = self._pages = None
+        if current is not None:
+            current[1].close()
         if client is not None:
             client.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sglang.srt import runtime_context
@@ -12,7 +13,7 @@ from sglang.srt import runtime_context
 from lmcache_core.assembly import settings
 from lmcache_core.connectors.sglang.nodes import engine_name
 
-__all__ = ["Place", "connects", "epoch_of", "place", "watch_updates", "weights_now"]
+__all__ = ["Place", "connects", "epoch_of", "place", "updates", "watch_updates", "weights_now"]
 
 
 class Place(NamedTuple):
@@ -53,21 +54,39 @@ def connects(source: Any) -> bool:
     return bool(settings(source).connect)
 
 
-_lock = threading.Lock()
-_updates = 0
+class _Updates:
+    """How often the weights of this process were changed in place.
+
+    What is computed before a change may be stored after it. So a change counts twice: when it begins, and when SGLang
+    has forgotten what it had computed before.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = False
+        self.number = 0
+
+    def begin(self) -> None:
+        """Weights are about to be changed."""
+        with self._lock:
+            self.number += 1
+            self._open = True
+
+    def forgotten(self) -> None:
+        """SGLang has forgotten all KV."""
+        with self._lock:
+            self.number += self._open
+            self._open = False
 
 
-def _updated() -> None:
-    global _updates
-    with _lock:
-        _updates += 1
+updates = _Updates()
 
 
 def weights_now() -> tuple[str, int]:
     """What changes whenever this engine's weights do: the version that SGLang was told, and how often they have been
     changed in this process."""
     version = _of(runtime_context.get_serving(), "weight_version", "")
-    return str(version), _updates
+    return str(version), updates.number
 
 
 def epoch_of(weights: tuple[str, int]) -> int:
@@ -76,19 +95,45 @@ def epoch_of(weights: tuple[str, int]) -> int:
     return 1 + int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def watch_updates() -> None:
-    """Count the updates of weights in this process from now on. SGLang tells a storage backend of none, and an update
-    need not name a version."""
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
+def watch_updates() -> bool:
+    """Count the changes of weights in this process from now on: SGLang tells a storage backend of none. Returns whether
+    that can be done with this version of SGLang."""
+    try:
+        from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+    except ImportError:
+        return False
+    return _before(Manager, "_observe_weight_load", updates.begin) and _after(
+        UnifiedRadixCache, "reset", updates.forgotten
+    )
 
-    record = Manager.record_weight_version_after_update
-    if getattr(record, "is_watched", False):
-        return
 
-    @functools.wraps(record)
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _updated()
-        return record(self, *args, **kwargs)
+def _before(kind: Any, name: str, call: Callable[[], None]) -> bool:
+    """Have something called before a method. Returns whether there is such a method."""
+    method = getattr(kind, name, None)
+    if method is not None and not hasattr(method, "is_watched"):
 
-    watched.is_watched = True  # type: ignore[attr-defined]
-    Manager.record_weight_version_after_update = watched
+        @functools.wraps(method)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            call()
+            return method(*args, **kwargs)
+
+        watched.is_watched = True  # type: ignore[attr-defined]
+        setattr(kind, name, watched)
+    return method is not None
+
+
+def _after(kind: Any, name: str, call: Callable[[], None]) -> bool:
+    """Have something called after a method. Returns whether there is such a method."""
+    method = getattr(kind, name, None)
+    if method is not None and not hasattr(method, "is_watched"):
+
+        @functools.wraps(method)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            got = method(*args, **kwargs)
+            call()
+            return got
+
+        watched.is_watched = True  # type: ignore[attr-defined]
+        setattr(kind, name, watched)
+    return method is not None
