@@ -12,6 +12,8 @@ __all__ = ["Pace"]
 
 WEIGHT = 0.1
 """Of the last call."""
+LONG_RUN = 0.005
+"""The same where what is usual is to be known."""
 SPREADS = 4.0
 FEWEST = 8
 """Calls before which nothing is known."""
@@ -20,11 +22,16 @@ _ALIKE = 1e-4
 
 
 class Pace:
-    """Of one tier. Guarded by the index's mutex."""
+    """Of one tier. Guarded by the index's mutex.
 
-    __slots__ = ("_bytes", "_bytes_seconds", "_bytes_squared", "_seconds", "calls", "measured", "spread")
+    Args:
+        weight: Of the last call, beside all before it.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_bytes", "_bytes_seconds", "_bytes_squared", "_seconds", "_weight", "calls", "measured", "spread")
+
+    def __init__(self, weight: float = WEIGHT) -> None:
+        self._weight = weight
         self.calls = 0
         self.spread = 0.0
         """Seconds that calls are off what is expected of them, on average."""
@@ -41,7 +48,7 @@ class Pace:
         if nbytes < 1 or seconds < 0:
             return
         self.calls += 1
-        weight = max(WEIGHT, 1 / self.calls)  # a plain average at first
+        weight = max(self._weight, 1 / self.calls)  # a plain average at first
         off = abs(seconds - self._fit(nbytes)) if self.calls > 1 else seconds / 2
         self.spread += weight * (off - self.spread)
         self._bytes += weight * (nbytes - self._bytes)

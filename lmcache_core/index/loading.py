@@ -65,14 +65,18 @@ class Loading(Residency):
         return first
 
     def _much_faster(self, tier: TierState, than: TierState, nbytes: int) -> bool:
-        mine, other = tier.pace.expected(nbytes), than.pace.expected(nbytes)
-        if mine is None or other is None or self.clock() > than.pace.measured + RELEARN:
+        other = than.pace.expected(nbytes)
+        if other is None or self.clock() > than.pace.measured + RELEARN:
             return False
-        return other > MUCH * mine and other - mine > WORTH
+        mine = tier.pace.expected(nbytes)
+        if mine is None:  # it is worth a try where the other one is not what it was
+            mine = than.usual.expected(nbytes)
+        return mine is not None and other > MUCH * mine and other - mine > WORTH
 
     def measured(self, tier: TierState, nbytes: int, seconds: float) -> None:
         """Event: a call that read `nbytes` from a tier took so long."""
         tier.pace.add(nbytes, seconds, self.clock())
+        tier.usual.add(nbytes, seconds, self.clock())
 
     def patience(self, tier: TierState, nbytes: int) -> float | None:
         """Seconds that reading so much from a tier hardly ever takes; None while nothing is known of it."""

@@ -10,7 +10,7 @@ from typing import Literal
 from lmcache_core.index.entries import Entry, tier_bit
 from lmcache_core.index.policy import PolicyName
 from lmcache_core.index.shares import Owner, Shares
-from lmcache_core.pace import Pace
+from lmcache_core.pace import LONG_RUN, Pace
 from lmcache_core.protocols import ChunkKey
 
 WriteMode = Literal["through", "evict", "never"]
@@ -64,7 +64,9 @@ class TierState:
         """Chunks of the pool that shall be written once less is pending, in order."""
         self.policy = Shares(number + 1, rules.policy)
         self.pace = Pace()
-        """How fast it is read."""
+        """How fast it is read now."""
+        self.usual = Pace(LONG_RUN)
+        """How fast it is read usually."""
         self.touched: OrderedDict[ChunkKey, None] = OrderedDict()
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 

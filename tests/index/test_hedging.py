@@ -208,6 +208,19 @@ def test_a_tier_in_front_that_is_known_to_be_much_slower_is_passed_over_until_it
     assert source(world) == 1
 
 
+def test_a_tier_that_nobody_has_read_is_tried_where_the_one_in_front_is_not_what_it_was() -> None:
+    world = World(4, [TierRules("first"), TierRules("second")])
+    world.store(KEYS)
+    world.run()
+    for _ in range(20):
+        paced(world, 0, 0.02)
+    assert source(world) == 0, "as fast as ever"
+    paced(world, 0, 0.5)
+    assert source(world) == 1
+    paced(world, 1, 0.6)
+    assert source(world) == 0, "tried, and no better"
+
+
 def test_little_time_is_not_worth_it() -> None:
     world = World(4, [TierRules("first"), TierRules("second")])
     world.store(KEYS)

@@ -15,7 +15,8 @@ COMMANDS = "+ping +select +client +info +get +set +exists +unlink +hset +hgetall
 _NEVER = {
     "WRONGPASS": "refuses the user name or the password; correct username and password, or those in the url",
     "NOAUTH": "asks for a password; write password: ${env:NAME}",
-    "NOPERM": f"does not let this user run a command that is needed; its ACL needs ~{{prefix}}:* {COMMANDS}",
+    "NOPERM": f"does not let this user run a command that is needed, or not on keys of this prefix; its ACL needs "
+    f"{COMMANDS} and the pattern ~PREFIX:*, for PREFIX the tier's prefix; who only reads needs write: never",
     "DENIED": "is in protected mode and refuses other hosts; give it a password, or bind it to this network",
     "NOPROTO": "speaks another version of the protocol",
 }
@@ -79,6 +80,8 @@ def of_connecting(where: Address, error: Exception, tls: bool, *, known: bool = 
         return BackendError(f"{said}: there is no such socket; is the server started, with unixsocket set to this?")
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM):
         return BackendError(f"{said}: this user may not open the socket; see unixsocketperm")
+    if "b'HTTP/" in str(error):
+        return BackendError(f"{said} is a server of HTTP; write the host and port of a Redis server")
     if known:
         return BackendError(f"{said}: {error}")
     if not tls:

@@ -166,6 +166,11 @@ def _primary(connector: Connector) -> Address:
         except redis.exceptions.TimeoutError as error:
             problem = problems.of_connecting(where, TimeoutError(str(error)), connector.url.tls)
         except (redis.exceptions.RedisError, OSError) as error:
+            if str(error).startswith(("NOAUTH", "HELLO")):
+                raise ConfigError(
+                    f"redis at {where} asks for a password before it tells whether it is a sentinel; write "
+                    f"sentinel_password, or delete service if it is none ({error})"
+                ) from error
             problem = BackendError(f"redis: sentinel {where}: {error}")
         finally:
             client.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import ClassVar, Literal
+from urllib.parse import urlsplit
 
 from lmcache_backends.objects.options import ObjectOptions, shown
 from lmcache_core.units import Secret
@@ -65,6 +67,9 @@ class S3Options(ObjectOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         self._check_credentials()
         if self.kms_key and self.encryption != "aws:kms":
             raise self.refused("kms_key", "kms_key is for `encryption: aws:kms`; write that too, or delete it")
+        if self.addressing == "virtual" and _is_address(self.endpoint):
+            problem = "virtual puts the bucket in front of a host's name, and the endpoint has an address; write path"
+            raise self.refused("addressing", problem)
         if self.is_express() and self.checksum == "sha256":
             raise self.refused("checksum", "sha256 is not computed for S3 Express; write crc or none")
 
@@ -83,3 +88,11 @@ class S3Options(ObjectOptions, frozen=True, kw_only=True, forbid_unknown_fields=
             raise self.refused("session_token", "session_token belongs to an access_key; write that too")
         if self.profile and self.access_key:
             raise self.refused("profile", "profile and access_key both say who we are; write one of the two")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        ipaddress.ip_address(urlsplit(url).hostname or "")
+    except ValueError:
+        return False
+    return True

@@ -135,7 +135,7 @@ async def test_what_listens_is_no_redis_server() -> None:
         thread.start()
         found = await problem(url=f"redis://127.0.0.1:{listener.getsockname()[1]}")
         thread.join()
-    assert "does not speak the Redis protocol: it sent b'HTTP/1.1 400 Bad Request'" in str(found)
+    assert "is a server of HTTP; write the host and port of a Redis server" in str(found)
 
 
 async def test_a_cluster_is_none_or_is_one(cluster: list[servers.Valkey], valkey: servers.Valkey, prefix: str) -> None:
@@ -155,6 +155,13 @@ async def test_sentinels_that_are_none_or_know_nothing(sentinels: servers.Sentin
     assert "knows no service 'mymaster'; it knows kv" in str(found)
     found = await problem(url=valkey.url, service="kv")
     assert "is no sentinel; delete service, or name a sentinel" in str(found)
+
+
+async def test_what_asks_for_a_password_may_be_a_sentinel_or_not(tmp_path: Path) -> None:
+    with servers.valkey(tmp_path / "valkey", "--requirepass", "secret", settings={"password": "secret"}) as server:
+        found = await problem(url=f"redis://127.0.0.1:{server.port}", service="kv")
+    assert "write sentinel_password, or delete service if it is none" in str(found)
+    assert "secret" not in str(found)
 
 
 async def test_another_sentinel_is_asked_where_one_is_down(sentinels: servers.Sentinels, prefix: str) -> None:

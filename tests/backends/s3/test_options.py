@@ -142,6 +142,13 @@ def test_options_that_contradict_each_other() -> None:
         S3Options(bucket="kv-cache", express="always", checksum="sha256")
 
 
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9000", "https://[::1]"])
+def test_a_bucket_cannot_stand_in_front_of_an_address(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="the endpoint has an address; write path"):
+        S3Options(bucket="kv-cache", endpoint=endpoint, addressing="virtual")
+    assert S3Options(bucket="kv-cache", endpoint="http://minio.local", addressing="virtual").addressing == "virtual"
+
+
 def test_secrets_are_not_printed() -> None:
     options = S3Options(bucket="kv-cache", access_key="AK", secret_key="hush-hush", session_token="also-hush")
     assert "hush" not in repr(options)
