@@ -60,7 +60,7 @@ bench: setup  ## measure; results go to bench.json
 bench-remote: setup .venv-servers/.stamp  ## measure Redis, S3 and shared file systems; results go to bench-remote.json
 	$(BIN)/python -m benchmarks.remote --out bench-remote.json
 
-bench-vllm: .venv-vllm/.stamp  ## measure time to first token in a real vLLM; results go to bench-vllm.json bench-sglang.json
+bench-vllm: .venv-vllm/.stamp  ## measure time to first token in a real vLLM; results go to bench-vllm.json
 	.venv-vllm/bin/python -m benchmarks.vllm --out bench-vllm.json
 	.venv-vllm/bin/python -m benchmarks.vllm.slow
 
@@ -79,7 +79,7 @@ faults: setup servers  ## run the fault injection suite
 servers: .venv-servers/.stamp  ## make .venv-servers: the servers that tests of remote tiers talk to
 
 clean:  ## delete everything that these targets made
-	rm -rf .venv .venv-docs .venv-py* .venv-servers .venv-sglang .venv-vllm build dist site bench.json bench-remote.json bench-vllm.json
+	rm -rf .venv .venv-docs .venv-py* .venv-servers .venv-sglang .venv-vllm build dist site bench.json bench-remote.json bench-vllm.json bench-sglang.json
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
