@@ -10,21 +10,23 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 
 from lmcache_core.client import KEY_BYTES, Client
 from lmcache_core.connectors.sglang import engine, identity
-from lmcache_core.connectors.sglang.hostpages import FlatPages, HostPages, as_page_numbers, buffers_of
+from lmcache_core.connectors.sglang.hostpages import Buffer, FlatPages, HostPages, as_page_numbers, buffers_of
 from lmcache_core.connectors.sglang.nodes import engine_name, open_client
 from lmcache_core.connectors.sglang.options import read_options
 from lmcache_core.connectors.sglang.pagestore import PageStore
+from lmcache_core.connectors.sglang.snapshots import Snapshots, restorable
 from lmcache_core.errors import LayoutError, LMCacheError, UsageError
 from lmcache_core.namespace import Namespace
+from lmcache_core.protocols import KVView
 from lmcache_core.ratelog import RateLog
 
 __all__ = ["HiCacheBackend"]
@@ -64,8 +66,32 @@ def _each_false(keys: Sequence[str] = (), *_: Any) -> list[bool]:
     return [False] * len(keys)
 
 
+def _none_of(transfers: Sequence[Any] = (), *_: Any) -> dict[Any, list[bool]]:
+    return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
+
+
 def _each_none(keys: Sequence[str] = (), *_: Any) -> list[None]:
     return [None] * len(keys)
+
+
+class _Sidecar(NamedTuple):
+    """A host pool besides the KV."""
+
+    pages: HostPages
+    page_tokens: int
+    namespace: Namespace
+
+
+class _Stores(NamedTuple):
+    """What the host pools are stored in."""
+
+    kv: PageStore
+    sidecars: Mapping[str, Snapshots]
+
+    def close(self) -> None:
+        self.kv.close()
+        for each in self.sidecars.values():
+            each.close()
 
 
 class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
@@ -85,10 +111,11 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             log.warning("hicache-storage-backend-extra-config: %r is neither an option of ours nor of SGLang's", key)
         self._client: Client | None = None
         self._turn = threading.Lock()
-        self._current: tuple[object, PageStore] | None = None
-        """The weights that are in use, and the store of what they compute."""
+        self._current: tuple[object, _Stores] | None = None
+        """The weights that are in use, and the stores of what they compute."""
         self._pages: HostPages | None = None
         self._namespace: Namespace | None = None
+        self._sidecars: dict[str, _Sidecar] = {}
         self._order: Any = None
         self._page_tokens = 0
         self._stats: dict[str, tuple[list[int], list[float]]] = {"prefetch": ([], []), "backup": ([], [])}
@@ -126,15 +153,7 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
                 "with `lmcache-core serve`, and write `connect: auto` in the configuration"
             )
         tokens = int(pool.page_size)
-
-        def locate(pages: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-            indices = torch.cat([torch.arange(page * tokens, (page + 1) * tokens) for page in pages])
-            found: tuple[Sequence[int], Sequence[int]] = pool.get_page_buffer_meta(indices)
-            return found
-
-        count = int(pool.page_num)
-        buffers = buffers_of(locate, count)
-        self._pages = HostPages(buffers, count, tokens, pool)
+        self._pages, buffers = _pages_of(pool)
         self._page_tokens = tokens
         order = identity.flat_order(pool)
         self._order = None if order is None else np.array(order, np.intp)
@@ -158,45 +177,63 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if not engine.watch_updates():
             log.warning("this version of SGLang does not tell when weights are changed in place; clear the cache then")
         with self._turn:
-            weights = engine.weights_now()
-            changed = bool(engine.updates.number)  # before this was attached
-            namespace = self._namespace.with_epoch(engine.epoch_of(weights)) if changed else self._namespace
-            self._open_store(self._client, namespace, weights)
+            self._open()
 
-    def _open_store(self, client: Client, namespace: Namespace, weights: object) -> PageStore:
-        store = PageStore(client, client.register(namespace), self._options)
-        before, self._current = self._current, (weights, store)
+    def _open(self) -> _Stores:
+        """Open the stores of the weights that are in use now."""
+        client, namespace, weights = self._client, self._namespace, engine.weights_now()
+        if client is None or namespace is None:
+            raise UsageError("no host pool has been registered, or the backend has been closed")
+        epoch = engine.epoch_of(weights) if engine.updates.number else 0
+        stores = _Stores(
+            PageStore(client, client.register(namespace.with_epoch(epoch)), self._options),
+            {
+                name: Snapshots(client, client.register(each.namespace.with_epoch(epoch)), self._options)
+                for name, each in self._sidecars.items()
+            },
+        )
+        before, self._current = self._current, (weights, stores)
         if before is not None:
             before[1].close()
-        return store
+        return stores
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Learn of a pool by its name.
 
         Raises:
-            LayoutError: It is another one than that of the KV, which cannot be cached yet.
+            LayoutError: It is one besides the KV that cannot be cached; the message says why.
         """
-        if str(host_pool_name) != KV:
-            self.close()
-            raise LayoutError(
-                f"lmcache-core cannot be used with this engine: it has a host pool {str(host_pool_name)!r} besides the "
-                "KV (sliding windows, recurrent state, an indexer or a draft model), which is not supported yet"
-            )
+        name = str(host_pool_name)
+        if name != KV:
+            assert self._namespace is not None
+            try:
+                pages, buffers = _pages_of(host_pool)
+                sizes = [each.nbytes for each in buffers]
+                namespace = identity.describe_sidecar(self._config, host_pool, name, sizes=sizes, kv=self._namespace)
+            except BaseException:  # SGLang doesn't close what it could not attach
+                self.close()
+                raise
+            with self._turn:
+                self._sidecars[name] = _Sidecar(pages, int(getattr(host_pool, "page_size", 1)), namespace)
+                self._open()
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def _used(self) -> PageStore:
-        """The store of the weights that are in use now."""
+        """The store of the KV of the weights that are in use now."""
+        return self._stores().kv
+
+    def _stores(self) -> _Stores:
+        """The stores of the weights that are in use now."""
         weights, current = engine.weights_now(), self._current
         if current is not None and current[0] == weights:
             return current[1]
         with self._turn:
-            current, client, namespace = self._current, self._client, self._namespace
-            if current is None or client is None or namespace is None:
-                raise UsageError("no host pool has been registered, or the backend has been closed")
-            if current[0] == weights:
+            current = self._current
+            if current is not None and current[0] == weights:
                 return current[1]
+            stores = self._open()
             self._log.info("the weights have changed: what was stored before is not used any more, nor deleted")
-            return self._open_store(client, namespace.with_epoch(engine.epoch_of(weights)), weights)
+            return stores
 
     # Finding, reading, storing
 
@@ -280,12 +317,73 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             raise UsageError(f"{keys} pages were asked for, and {len(tensors)} tensors given")
         return FlatPages([each.reshape(-1).view(torch.uint8).numpy() for each in tensors], self._order)
 
+    # Pools besides the KV
+
+    @_guarded(lambda *_: PoolTransferResult.empty())
+    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """How many of these pages can be read, and to which of their ends all pools can be restored."""
+        stores = self._stores()
+        names = _as_bytes(keys)
+        pages = stores.kv.exists(names, _prefix(stores.kv, extra_info))
+        ends = list(range(1, pages + 1))
+        hits: dict[str, int] = {KV: pages} if pages else {}
+        for transfer in pool_transfers or ():
+            if not ends:
+                break
+            name = str(transfer.name)
+            if transfer.hit_policy != PoolHitPolicy.TRAILING_PAGES:
+                raise UsageError(f"pages of the pool {name!r} are looked up by {transfer.hit_policy!r}")
+            trailing = max(1, len(transfer.keys or ()))
+            there = stores.sidecars[name].present(names[:pages], trailing)
+            own = restorable(there, trailing)
+            if own:
+                hits[name] = own[-1]
+            ends = sorted(set(ends).intersection(own))
+        return PoolTransferResult(ends[-1] if ends else 0, hits, ends)
+
+    @_guarded(_none_of)
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Copy pages of several pools into theirs. For each pool and page whether it is there, whole."""
+        stores = self._stores()
+        got: dict[Any, list[bool]] = {}
+        for transfer in transfers:
+            keys, name = list(transfer.keys or ()), str(transfer.name)
+            if name == KV:
+                got[transfer.name] = self.batch_get_v1(keys, transfer.host_indices, extra_info)
+            else:
+                got[transfer.name] = stores.sidecars[name].get(_as_bytes(keys), self._sidecar_view(name, transfer))
+        return got
+
+    @_guarded(_none_of)
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Store pages of several pools. For each pool and page whether it can be found from now on."""
+        stores = self._stores()
+        got: dict[Any, list[bool]] = {}
+        for transfer in transfers:
+            keys, name = list(transfer.keys or ()), str(transfer.name)
+            if name == KV:
+                got[transfer.name] = self.batch_set_v1(keys, transfer.host_indices, extra_info)
+            else:
+                got[transfer.name] = stores.sidecars[name].set(_as_bytes(keys), self._sidecar_view(name, transfer))
+        return got
+
+    def _sidecar_view(self, name: str, transfer: Any) -> KVView:
+        sidecar, count = self._sidecars[name], len(transfer.keys or ())
+        indices = np.zeros(0, np.intp) if transfer.host_indices is None else transfer.host_indices.numpy()
+        numbers = as_page_numbers(indices, sidecar.page_tokens, sidecar.pages.pages)
+        if len(numbers) != count:
+            raise UsageError(f"{count} pages of {name!r} were asked for, and places of {len(numbers)} given")
+        return sidecar.pages.view(numbers)
+
     # The rest
 
     @_guarded(lambda *_: None)
     def clear(self) -> None:
         """Take all that is stored of this engine's KV out of all tiers; that of others stays."""
-        self._used().clear()
+        stores = self._stores()
+        stores.kv.clear()
+        for each in stores.sidecars.values():
+            each.clear()
 
     def _note(self, kind: str, pages: int, seconds: float) -> None:
         counts, rates = self._stats[kind]
@@ -314,6 +412,30 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             current[1].close()
         if client is not None:
             client.close()
+
+
+def _pages_of(pool: Any) -> tuple[HostPages, list[Buffer]]:
+    """Where the pages of a host pool lie.
+
+    Raises:
+        LayoutError: In a way that cannot be copied.
+    """
+    tokens = int(getattr(pool, "page_size", 1))
+
+    def locate(pages: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        indices = torch.cat([torch.arange(page * tokens, (page + 1) * tokens) for page in pages])
+        found: tuple[Sequence[int], Sequence[int]] = pool.get_page_buffer_meta(indices)
+        return found
+
+    try:
+        count = int(pool.page_num)
+        buffers = buffers_of(locate, count)
+    except (AttributeError, NotImplementedError, ValueError) as error:  # as SGLang says it, of a pool or a layout
+        raise LayoutError(
+            f"lmcache-core cannot be used with this engine: its host pool {type(pool).__name__} does not tell where "
+            f"its pages lie: {error}"
+        ) from error
+    return HostPages(buffers, count, tokens, pool), buffers
 
 
 def _as_bytes(keys: Sequence[str]) -> list[bytes]:

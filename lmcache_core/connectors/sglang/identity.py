@@ -6,18 +6,20 @@ names. SGLang's hashes stand for tokens, LoRA adapter and salt; all else that te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lmcache_core.connectors.weights import checkpoint_digest, nobody_elses
 from lmcache_core.errors import LayoutError
-from lmcache_core.keys import digest_fields
+from lmcache_core.keys import Field, digest_fields
 from lmcache_core.namespace import Encoding, Group, GroupKind, Namespace
 
-__all__ = ["LAYOUTS", "config_digest", "describe_pool", "flat_order", "refusals", "weights_of"]
+__all__ = ["LAYOUTS", "config_digest", "describe_pool", "describe_sidecar", "flat_order", "refusals", "weights_of"]
 
 HEADS = ("MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost")
 LATENT = ("MLATokenToKVPoolHost",)
+SIDECARS = {"swa": "MHATokenToKVPoolHost", "mamba": "MambaPoolHost"}
+"""Pools besides the KV that are supported, and their classes."""
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
@@ -99,6 +101,63 @@ def describe_pool(
         ),
         config=digest_fields("lmcache-core sglang rank 1", {"config": config, "rank": rank}).hex(),
         model_name=model_name,
+    )
+
+
+def describe_sidecar(storage: Any, pool: Any, name: str, *, sizes: Sequence[int], kv: Namespace) -> Namespace:
+    """The namespace of what one rank keeps in a pool besides the KV: pages that stand for themselves.
+
+    Args:
+        storage: SGLang's `HiCacheStorageConfig`.
+        pool: The host pool.
+        name: What SGLang calls it.
+        sizes: Bytes of a page, in each of its buffers.
+        kv: The namespace of the KV that belongs to it.
+
+    Raises:
+        LayoutError: It cannot be cached; the message says why.
+    """
+    kind = type(pool).__name__
+    if SIDECARS.get(name) != kind:
+        raise LayoutError(
+            f"lmcache-core cannot be used with this engine: it has a host pool {name!r} ({kind}) besides the KV, which "
+            "is not supported yet"
+        )
+    layers = getattr(pool, "layer_num", None)
+    drafts: Sequence[Any] = getattr(pool, "mtp_draft_buffer_infos", ())
+    if getattr(pool, "target_layer_num", layers) != layers or drafts:
+        raise LayoutError(
+            f"lmcache-core cannot be used with this engine: layers of a draft model in the host pool {name!r} are not "
+            "supported yet"
+        )
+    latent = storage.is_mla_model and name != "mamba"
+    fields: dict[str, Field] = {
+        "kv": kv.content + kv.encoding_digest,
+        "name": name,
+        "sizes": tuple(sizes),
+        "rank": "all ranks" if latent else f"rank {storage.tp_rank} of {storage.tp_size}",
+    }
+    for trait in ("dtype", "conv_dtype", "temporal_dtype", "head_num", "head_dim", "v_head_dim", "layout"):
+        fields[trait] = str(getattr(pool, trait, None))
+    for trait in ("layer_num", "num_mamba_layers", "start_layer", "conv_state_shapes", "temporal_state_shape"):
+        fields[trait] = str(getattr(pool, trait, None))
+    group = Group(
+        kind=GroupKind.STATE,
+        layers=(0,),
+        page_layer_bytes=sum(sizes),
+        dtype=str(pool.dtype).removeprefix("torch."),
+        kv_heads=0,
+        head_size=0,
+        planes=1,
+        name=name,
+    )
+    return Namespace(
+        weights=kv.weights,
+        groups=(group,),
+        page_tokens=kv.page_tokens,
+        encoding=kv.encoding,
+        config=digest_fields("lmcache-core sglang pool 1", fields).hex(),
+        model_name=kv.model_name,
     )
 
 

@@ -30,7 +30,7 @@ from lmcache_core.connectors.sglang.options import Options
 from lmcache_core.connectors.sglang.promises import Promise, Promises, Segment
 from lmcache_core.protocols import KVView
 
-__all__ = ["PageStore"]
+__all__ = ["PageStore", "result_of"]
 
 MOST_SEGMENTS = 32
 """Stretches of a run that are looked up by themselves at most."""
@@ -125,7 +125,7 @@ class PageStore:
         held = self.client.hold(self._model, keys, counted=counted)
         if held.asked is not None:
             self.client.release(held)
-            _result(held.asked, deadline - self._clock())
+            result_of(held.asked, deadline - self._clock())
             held = self.client.hold(self._model, keys, counted=counted)
         return held
 
@@ -207,7 +207,7 @@ class PageStore:
         """Access to a part; None if it cannot be had in time."""
         grant = segment.granted.get(number)
         while grant is None or grant.source is None:
-            if grant is not None and (grant.wait is None or not _result(grant.wait, deadline - self._clock())):
+            if grant is not None and (grant.wait is None or not result_of(grant.wait, deadline - self._clock())):
                 return None
             segment.granted.pop(number, None)
             granted = self.client.grant(segment.held, number, AHEAD)
@@ -366,7 +366,7 @@ class _Front:
         self._promise.release()
 
 
-def _result(future: Future[Any], seconds: float) -> bool:
+def result_of(future: Future[Any], seconds: float) -> bool:
     """What a future says, or False if it doesn't in time."""
     try:
         return bool(future.result(max(0.0, seconds)))
