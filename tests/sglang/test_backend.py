@@ -10,9 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.device_pool_info import MLABufferInfo
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo, MLABufferInfo
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
@@ -156,6 +164,49 @@ def test_a_page_that_is_not_there_is_left_alone(make: Callable[..., Any]) -> Non
     assert torch.equal(pool.kv_buffer, before)
 
 
+def states() -> Any:
+    """A host pool of recurrent state, with numbers in it."""
+    info = MambaStateBufferInfo(
+        conv=(torch.zeros(3, 8, 6, 4, dtype=torch.bfloat16),), temporal=torch.zeros(3, 8, 2, 5, 7, dtype=torch.float32)
+    )
+    pool = MambaPoolHost(info, 2.0, 0, device_capacity=8, pin_memory=False, layout="page_first")
+    for buffer in (pool.temporal_buffer, *pool.conv_buffer):
+        buffer.copy_(torch.randn(buffer.shape).to(buffer.dtype))
+    return pool
+
+
+def test_recurrent_state_is_found_where_it_was_taken(make: Callable[..., Any]) -> None:
+    pool, first, second = latents("page_first"), states(), states()
+    writer, reader = make(pool), make(latents("page_first"))
+    writer.register_mem_host_pool_v2(first, "mamba")
+    reader.register_mem_host_pool_v2(second, "mamba")
+    places = pool.alloc(12 * 16)
+    assert writer.batch_set_v1(KEYS, places) == [True] * 12
+
+    def transfer(keys: list[str], slots: list[int]) -> PoolTransfer:
+        return PoolTransfer(
+            PoolName.MAMBA,
+            host_indices=torch.tensor(slots),
+            keys=keys,
+            hit_policy=PoolHitPolicy.TRAILING_PAGES,
+        )
+
+    stored = writer.batch_set_v2([transfer([KEYS[4], KEYS[8]], [3, 5])])
+    assert stored == {PoolName.MAMBA: [True, True]}
+    asked = [transfer([KEYS[11]], [0])]
+    until(lambda: reader.batch_exists_v2(KEYS, asked).kv_hit_pages == 9)
+    found = reader.batch_exists_v2([*KEYS, "0" * 64], asked)
+    assert (found.restorable_prefix_pages, found.extra_pool_hit_pages) == ([5, 9], {"kv": 12, "mamba": 9})
+    got = reader.batch_get_v2([transfer([KEYS[8], KEYS[7]], [2, 7])])
+    assert got == {PoolName.MAMBA: [True, False]}
+    for ours, theirs in zip(
+        (second.temporal_buffer, *second.conv_buffer), (first.temporal_buffer, *first.conv_buffer), strict=True
+    ):
+        assert torch.equal(ours[2], theirs[5])
+    writer.clear()
+    assert reader.batch_exists_v2(KEYS, asked).kv_hit_pages == 0
+
+
 CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "batch_exists": ((KEYS[:2],), 0),
     "exists": ((KEYS[0],), False),
@@ -166,6 +217,9 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "get": ((KEYS[0], torch.zeros(8)), None),
     "set": ((KEYS[0], torch.zeros(8)), False),
     "clear": ((), None),
+    "batch_exists_v2": ((KEYS[:2], []), PoolTransferResult(0, {})),
+    "batch_get_v2": (([PoolTransfer(PoolName.SWA, keys=KEYS[:2])],), {PoolName.SWA: [False, False]}),
+    "batch_set_v2": (([PoolTransfer(PoolName.SWA, keys=KEYS[:2])],), {PoolName.SWA: [False, False]}),
 }
 
 
@@ -178,7 +232,7 @@ def test_no_fault_reaches_the_engine(
     def broken(*_: Any) -> Any:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(backend, "_used", broken)
+    monkeypatch.setattr(backend, "_stores", broken)
     arguments, expected = CALLS[method]
     for _ in range(3):
         assert getattr(backend, method)(*arguments) == expected
@@ -228,8 +282,9 @@ def test_a_closed_backend_has_nothing(make: Callable[..., Any]) -> None:
 def test_other_pools_are_refused_by_name(make: Callable[..., Any]) -> None:
     pool = latents("page_first")
     backend = make(pool)
-    with pytest.raises(LayoutError, match="host pool 'swa'"):
-        backend.register_mem_host_pool_v2(pool, "swa")
+    with pytest.raises(LayoutError, match=r"host pool 'indexer' \(MLATokenToKVPoolHost\)"):
+        backend.register_mem_host_pool_v2(pool, "indexer")
+    assert backend.batch_exists(KEYS) == 0  # it is closed
 
 
 def test_options_that_cannot_be_used_are_refused(cache: dict[str, Any]) -> None:

@@ -86,6 +86,30 @@ def test_without_the_keys_of_the_prefix(cache: dict[str, Any]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(tree.load(tokens), want, strict=True))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("window", [16, 32, 40])
+def test_layers_with_a_window_come_with_those_without(cache: dict[str, Any], layout: str, window: int) -> None:
+    tokens = prompt(1, 160)
+    with Tree(cache, layout, window=window) as tree:
+        want = tree.compute(tokens)
+        assert tree.backend.faults == 0
+    with Tree(cache, layout, window=window) as tree:
+        assert tree.prefetch([*tokens, *prompt(2, 32)]) == 160
+        got = tree.load(tokens)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert tree.backend.faults == 0
+
+
+def test_a_prefix_whose_window_is_gone_is_not_restored(cache: dict[str, Any]) -> None:
+    tokens = prompt(1, 160)
+    with Tree(cache, "page_first", window=32) as tree:
+        tree.compute(tokens)
+        tree.backend._stores().sidecars["swa"].clear()
+        assert tree.backend.batch_exists(tree.hashes(tokens)) == 10
+    with Tree(cache, "page_first", window=32) as tree:
+        assert tree.prefetch([*tokens, *prompt(2, 32)]) == 0
+
+
 def test_clear_and_detach(cache: dict[str, Any]) -> None:
     tokens = prompt(1, 96)
     with Tree(cache, "page_first") as tree:
@@ -99,20 +123,22 @@ def test_clear_and_detach(cache: dict[str, Any]) -> None:
         assert tree.prefetch(tokens) == 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_with_sglang_s_own_faults(cache: dict[str, Any], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("layout", "window"), [*((layout, None) for layout in LAYOUTS), ("page_first", 32)])
+def test_with_sglang_s_own_faults(
+    cache: dict[str, Any], layout: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.005")
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
     wants = []
-    with Tree(cache, layout) as tree:
+    with Tree(cache, layout, window=window) as tree:
         for seed in range(6):
             wants.append(tree.compute(prompt(seed, 96)))
     come = 0
-    with Tree(cache, layout) as tree:
+    with Tree(cache, layout, window=window) as tree:
         for seed, want in enumerate(wants):
             there = tree.prefetch([*prompt(seed, 96), *prompt(99, 32)])
             come += there
-            if there:
+            if there == 96 or (there and window is None):
                 got = tree.load(prompt(seed, 96)[:there])
                 assert all(torch.equal(a, b[:there]) for a, b in zip(got, want, strict=True))
     assert come > 0

@@ -35,6 +35,7 @@ class Tree(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignore
         v1: Whether SGLang uses its interface without copies.
         page: Tokens of a page.
         policy: Of prefetches.
+        window: Tokens of a sliding window that every other layer has.
         options: Others of the extra configuration.
     """
 
@@ -48,13 +49,16 @@ class Tree(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignore
         v1: bool = True,
         page: int = 16,
         policy: str = "wait_complete",
+        window: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__("runTest")
         self.page = page
         self.cfg = CacheConfig(
             page_size=page,
-            components=(ComponentType.FULL,),
+            components=(ComponentType.FULL,) if window is None else (ComponentType.FULL, ComponentType.SWA),
+            sliding_window_size=window,
+            full_attention_layer_ids=(1, 3),
             num_layers=LAYERS,
             kv_size=1024,
             max_context_len=1024,
@@ -107,9 +111,21 @@ class Tree(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignore
         return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
 
     def _numbers(self, matched: Any) -> list[torch.Tensor]:
+        """KV of all tokens; of layers with a window, of those in it."""
         places = self.cache.path_device_indices(matched.last_device_node)
-        pool = self.allocator.get_kvcache()
-        return [buffer[layer][places].clone() for layer in range(LAYERS) for buffer in (pool.k_buffer, pool.v_buffer)]
+        return [buffer[part].clone() for buffer, part in self._buffers(places)]
+
+    def _buffers(self, places: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """All buffers, and the places of these tokens in them."""
+        window, pool = self.cfg.sliding_window_size, self.allocator.get_kvcache()
+        if window is None:
+            return [(buffer, places) for buffer in (*pool.k_buffer, *pool.v_buffer)]
+        inside = self.allocator.full_to_swa_index_mapping[places[-window:]]
+        full, swa = pool.full_kv_pool, pool.swa_kv_pool
+        return [
+            *((buffer, places) for buffer in (*full.k_buffer, *full.v_buffer)),
+            *((buffer, inside) for buffer in (*swa.k_buffer, *swa.v_buffer)),
+        ]
 
     def compute(self, tokens: Sequence[int]) -> list[torch.Tensor]:
         """Make KV up for a prompt and store what is new of it. Returns all of it."""
@@ -117,14 +133,16 @@ class Tree(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignore
         self._insert(self.cache, self.allocator, self.requests, list(tokens))
         matched = self._match(tokens)
         places = self.cache.path_device_indices(matched.last_device_node)[before:]
-        pool = self.allocator.get_kvcache()
-        for layer in range(LAYERS):
-            for buffer in (pool.k_buffer, pool.v_buffer):
-                buffer[layer][places] = torch.randn(len(places), HEADS, DIM).to(buffer[layer].dtype)
+        for buffer, part in self._buffers(places):
+            buffer[part] = torch.randn(len(part), HEADS, DIM).to(buffer.dtype)
         self._backup_node(self.cache, matched.last_device_node)
         self._write_path_to_l3(self.cache, matched.last_device_node)
         self._flush_l3_backups(self.cache)
         return self._numbers(matched)
+
+    def hashes(self, tokens: Sequence[int]) -> list[str]:
+        """SGLang's names of a prompt's pages."""
+        return list(self._all_page_hashes(self.cache, self._match(tokens).last_device_node))
 
     def prefetch(self, tokens: Sequence[int]) -> int:
         """Have pages of a prompt brought from storage. Returns how many tokens have come."""

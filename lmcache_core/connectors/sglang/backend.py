@@ -113,6 +113,8 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._turn = threading.Lock()
         self._current: tuple[object, _Stores] | None = None
         """The weights that are in use, and the stores of what they compute."""
+        self._original: object = None
+        """The weights that are those of the checkpoint; None if they had been changed before this was attached."""
         self._pages: HostPages | None = None
         self._namespace: Namespace | None = None
         self._sidecars: dict[str, _Sidecar] = {}
@@ -177,6 +179,7 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if not engine.watch_updates():
             log.warning("this version of SGLang does not tell when weights are changed in place; clear the cache then")
         with self._turn:
+            self._original = None if engine.updates.number else engine.weights_now()
             self._open()
 
     def _open(self) -> _Stores:
@@ -184,7 +187,7 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         client, namespace, weights = self._client, self._namespace, engine.weights_now()
         if client is None or namespace is None:
             raise UsageError("no host pool has been registered, or the backend has been closed")
-        epoch = engine.epoch_of(weights) if engine.updates.number else 0
+        epoch = 0 if weights == self._original else engine.epoch_of(weights)
         stores = _Stores(
             PageStore(client, client.register(namespace.with_epoch(epoch)), self._options),
             {
