@@ -160,9 +160,20 @@ class Engine:
 
     def generate(self, tokens: Sequence[int], wanted: int = 8, salt: str | None = None) -> Answer:
         """Answer a prompt."""
-        got = self._ask("generate", list(tokens), wanted, salt)
-        details = got["details"] or {}
-        return Answer(got["tokens"], got["cached"], details.get("storage", 0), details.get("storage_backend", ""))
+        (answer,) = self.generate_all([tokens], wanted, salt)
+        return answer
+
+    def generate_all(self, prompts: Sequence[Sequence[int]], wanted: int = 8, salt: str | None = None) -> list[Answer]:
+        """Answer prompts, all of them together."""
+        return [
+            Answer(
+                got["tokens"],
+                got["cached"],
+                (got["details"] or {}).get("storage", 0),
+                (got["details"] or {}).get("storage_backend", ""),
+            )
+            for got in self._ask("generate", [list(each) for each in prompts], wanted, salt)
+        ]
 
     def flush(self) -> None:
         """Have the engine forget what it has in its own memory, which it doesn't while it is still storing."""

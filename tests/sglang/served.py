@@ -11,16 +11,18 @@ import sys
 from typing import Any
 
 
-def _generate(engine: Any, prompt: list[int], tokens: int, salt: str | None) -> dict[str, Any]:
+def _generate(engine: Any, prompts: list[list[int]], tokens: int, salt: str | None) -> list[dict[str, Any]]:
     parameters = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    extra = {} if salt is None else {"cache_salt": salt}
-    answer = engine.generate(input_ids=prompt, sampling_params=parameters, **extra)
-    meta = answer["meta_info"]
-    return {
-        "tokens": answer["output_ids"],
-        "cached": meta["cached_tokens"],
-        "details": meta.get("cached_tokens_details"),
-    }
+    extra = {} if salt is None else {"cache_salt": [salt] * len(prompts)}
+    answers = engine.generate(input_ids=prompts, sampling_params=parameters, **extra)
+    return [
+        {
+            "tokens": answer["output_ids"],
+            "cached": answer["meta_info"]["cached_tokens"],
+            "details": answer["meta_info"].get("cached_tokens_details"),
+        }
+        for answer in answers
+    ]
 
 
 def main() -> None:

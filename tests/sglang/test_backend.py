@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -236,6 +237,9 @@ def test_no_fault_reaches_the_engine(
     arguments, expected = CALLS[method]
     for _ in range(3):
         assert getattr(backend, method)(*arguments) == expected
+    if method.startswith("batch_"):
+        names = list(inspect.signature(getattr(backend, method)).parameters)
+        assert getattr(backend, method)(**dict(zip(names, arguments, strict=False))) == expected
     assert backend.faults >= 3
     assert [record.message.count("boom") for record in caplog.records if "boom" in record.message] == [1]
 

@@ -68,28 +68,32 @@ def test_another_salt_finds_nothing_and_the_same_does(engine: Engine) -> None:
     assert engine.generate(prompt(4, TOKENS)).cached == 0
 
 
-def test_a_new_process_finds_it_on_disk(engine: Engine, model: Path, place: Path) -> None:
-    """After the fixture's engine, which still has the disk's shard, another one has its own; so it is ended first."""
+def test_prompts_that_come_together(engine: Engine) -> None:
+    prompts = [prompt(seed, TOKENS) for seed in range(20, 26)]
+    first = engine.generate_all(prompts)
+    engine.flush()
+    again = engine.generate_all(prompts)
+    assert [answer.storage for answer in again] == [WHOLE] * 6
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in first]
+
+
+def test_a_new_process_finds_it_on_disk_until_its_weights_are_changed(
+    engine: Engine, model: Path, place: Path, tmp_path: Path
+) -> None:
     want, _ = forgotten(engine, 5)
-    engine.generate(prompt(6, TOKENS))  # so that what was written before it is on the disk
+    engine.generate(prompt(6, TOKENS))  # so that what was stored before is on the disk
     engine.close()
+    other = make_model(tmp_path / "other", seed=1)
     with Engine(model, extra_config(on_disk(place)), max_total_tokens=4096) as second:
         got = second.generate(prompt(5, TOKENS))
-    assert (got.cached, got.storage) == (WHOLE, WHOLE)
-    assert got.tokens == want.tokens
-
-
-def test_weights_that_are_changed_in_place(model: Path, tmp_path: Path) -> None:
-    other = make_model(tmp_path / "other", seed=1)
-    with Engine(model, extra_config(CACHE)) as changed:
-        first, again = forgotten(changed, 7)
-        assert again.storage == WHOLE
-        changed.flush()  # it refuses an update while it is storing
-        done, why = changed.update(other)[:2]
+        assert (got.cached, got.storage) == (WHOLE, WHOLE)
+        assert got.tokens == want.tokens
+        second.flush()  # it refuses an update while it is storing
+        done, why = second.update(other)[:2]
         assert done, why
-        new, renewed = forgotten(changed, 7)
+        new, renewed = forgotten(second, 5)
         assert (new.cached, renewed.storage) == (0, WHOLE)
-        assert new.tokens == renewed.tokens != first.tokens
+        assert new.tokens == renewed.tokens != got.tokens
 
 
 def test_two_ranks(model: Path) -> None:
@@ -105,7 +109,8 @@ def test_sglang_s_own_faults(model: Path) -> None:
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.02",
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.4",
     }
-    with Engine(model, extra_config(CACHE), environment=faults, layout="page_head") as engine:
+    policy = {"hicache_storage_prefetch_policy": "timeout"}  # as it is by default
+    with Engine(model, extra_config(CACHE), environment=faults, layout="page_head", **policy) as engine:
         storage = 0
         for seed in range(10, 16):
             first, again = forgotten(engine, seed)

@@ -55,22 +55,22 @@ def _guarded(otherwise: Callable[..., T]) -> Callable[[Callable[P, Any]], Callab
             except Exception as error:  # noqa: BLE001  no fault of ours may reach the engine
                 backend: Any = args[0]
                 backend._fault(method.__name__, error)
-                return otherwise(*args[1:])
+                return otherwise(*args[1:], **kwargs)
 
         return guarded
 
     return guard
 
 
-def _each_false(keys: Sequence[str] = (), *_: Any) -> list[bool]:
+def _each_false(keys: Sequence[str] = (), *_: Any, **__: Any) -> list[bool]:
     return [False] * len(keys)
 
 
-def _none_of(transfers: Sequence[Any] = (), *_: Any) -> dict[Any, list[bool]]:
+def _none_of(transfers: Sequence[Any] = (), *_: Any, **__: Any) -> dict[Any, list[bool]]:
     return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
 
 
-def _each_none(keys: Sequence[str] = (), *_: Any) -> list[None]:
+def _each_none(keys: Sequence[str] = (), *_: Any, **__: Any) -> list[None]:
     return [None] * len(keys)
 
 
@@ -240,13 +240,13 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     # Finding, reading, storing
 
-    @_guarded(lambda *_: 0)
+    @_guarded(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many of these pages can be read, from the first on. They are kept for being read."""
         store = self._used()
         return store.exists(_as_bytes(keys), _prefix(store, extra_info))
 
-    @_guarded(lambda *_: False)
+    @_guarded(lambda *_, **__: False)
     def exists(self, key: str) -> bool:
         """Whether a page can be read."""
         return self._used().exists(_as_bytes([key])) == 1
@@ -284,7 +284,7 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         done = store.get(_as_bytes(keys), self._flat(targets, len(keys)))
         return [target if place < done else None for place, target in enumerate(targets)]
 
-    @_guarded(lambda *_: False)
+    @_guarded(lambda *_, **__: False)
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
@@ -294,7 +294,7 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             return True  # another rank stores the same
         return store.set(_as_bytes(keys), self._flat(list(values or ()), len(keys))) == len(keys)
 
-    @_guarded(lambda *_: None)
+    @_guarded(lambda *_, **__: None)
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
         """Copy a page into a flat tensor."""
         if target_location is None:
@@ -302,7 +302,7 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         found: list[torch.Tensor | None] = self.batch_get([key], [target_location])
         return found[0]
 
-    @_guarded(lambda *_: False)
+    @_guarded(lambda *_, **__: False)
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Store a page that is a flat tensor."""
         stored: bool = self.batch_set([key], [value])
@@ -322,7 +322,7 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     # Pools besides the KV
 
-    @_guarded(lambda *_: PoolTransferResult.empty())
+    @_guarded(lambda *_, **__: PoolTransferResult.empty())
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """How many of these pages can be read, and to which of their ends all pools can be restored."""
         stores = self._stores()
@@ -380,7 +380,7 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     # The rest
 
-    @_guarded(lambda *_: None)
+    @_guarded(lambda *_, **__: None)
     def clear(self) -> None:
         """Take all that is stored of this engine's KV out of all tiers; that of others stays."""
         stores = self._stores()
@@ -394,7 +394,7 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             counts.append(pages)
             rates.append(pages * self._pages.page_bytes / 1e9 / max(seconds, 1e-9))
 
-    @_guarded(lambda *_: None)
+    @_guarded(lambda *_, **__: None)
     def get_stats(self) -> Any:
         """What has been read and stored since it was last asked for. Answers at once."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -405,7 +405,7 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         made.backup_pgs, made.backup_bandwidth = stats["backup"]
         return made
 
-    @_guarded(lambda *_: None)
+    @_guarded(lambda *_, **__: None)
     def close(self) -> None:
         """Let go of the node; one that is the engine's own is closed."""
         with self._turn:

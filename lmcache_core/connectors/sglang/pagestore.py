@@ -109,6 +109,8 @@ class PageStore:
                 if first + held.pages > reached:
                     segments.append(Segment(first, held))
                     reached = first = first + held.pages
+                    if held.pages % self._chunk_pages == 0:
+                        break  # no chunk begins there, or it would have been found
                     continue
                 self.client.release(held)
                 if first == reached:
