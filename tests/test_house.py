@@ -71,7 +71,7 @@ def test_the_wheel_registers_the_built_in_plugins_and_the_command(wheel: Path) -
         registered = archive.read(name).decode()
     for line in [
         "[console_scripts]\nlmcache-core = lmcache_core.cli:main",
-        "[lmcache_core.backends]\ncpu = lmcache_backends.cpu\ndisk = lmcache_backends.disk",
+        "[lmcache_core.backends]\nazure = lmcache_backends.azure\ncpu = lmcache_backends.cpu\n",
         "[lmcache_core.transfers]\ncpu = lmcache_transfer.cpu",
     ]:
         assert line in registered

@@ -147,6 +147,7 @@ except Exception as error:
     )
 
 
+@pytest.mark.slow
 def test_processes_that_die_cost_misses_and_the_tier_serves_again(store_files: Path) -> None:
     with mooncake.store(store_files / "mortal", 64 * MIB) as (master, host, where):
         tier = {"read_timeout": 1.0, "write_timeout": 2.0}

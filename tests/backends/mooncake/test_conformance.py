@@ -25,7 +25,7 @@ from lmcache_core.testing import (
 )
 
 DIGEST = 16
-FEWER = settings(MODEL_SETTINGS, max_examples=40 if os.environ.get("OBJECTS_TESTS") == "all" else 3)
+FEWER = settings(MODEL_SETTINGS, max_examples=40 if os.environ.get("OBJECTS_TESTS") == "all" else 2)
 """Sequences of calls: each closes a client of the library or more, which takes a second."""
 
 
@@ -66,6 +66,7 @@ class Raw:
 class TestMooncake(StorageBackendTests):
     persistent = True
 
+    @pytest.mark.slow
     async def test_behaves_like_a_dict(self, backend_factory: BackendFactory) -> None:
         await asyncio.to_thread(run_model, backend_factory, persistent=self.persistent, settings=FEWER)
 

@@ -38,6 +38,7 @@ class OnEmulator(StorageBackendTests):
         if request.function.__name__ in MANY_REQUESTS and os.environ.get(ALL) != "all":
             pytest.skip(f"time is missing: {ALL}=all runs this on emulators that answer some hundred requests a second")
 
+    @pytest.mark.slow
     async def test_behaves_like_a_dict(self, backend_factory: BackendFactory) -> None:
         await asyncio.to_thread(run_model, backend_factory, persistent=self.persistent, settings=FEWER)
 
