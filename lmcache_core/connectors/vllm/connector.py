@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from lmcache_core.assembly import settings
 from lmcache_core.connectors.vllm import identity
 from lmcache_core.connectors.vllm.counters import Counts, joined
 from lmcache_core.connectors.vllm.enginekv import Geometry
@@ -46,6 +47,8 @@ __all__ = ["LMCacheCoreConnector", "Metadata", "WorkerMetadata"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
+PLAIN_ISAS = ("vec",)
+"""Instruction sets of the CPU backend whose blocks hold K transposed, then V, and nothing packed."""
 SOURCES = {"cpu": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 """What vLLM calls the medium of a backend."""
 
@@ -119,6 +122,9 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         for reason in identity.refusals(vllm_config):
             raise LayoutError(f"lmcache-core cannot be used with this engine: {reason}")
         specs = identity.group_specs(kv_cache_config)
+        if settings(options.config).layout == "canonical":
+            for reason in identity.not_shared(vllm_config, specs):
+                raise LayoutError(f"layout: canonical cannot be had of this engine: {reason}")
         shards, replicas = identity.shards_of(vllm_config, kv_cache_config, specs)
         parallel = vllm_config.parallel_config
         same_process = parallel.world_size == 1 and str(parallel.distributed_executor_backend or "uni") == "uni"
@@ -392,12 +398,39 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                     "content]: this version of vLLM is not known here"
                 )
             # What lies in a block of the CPU backend is its own affair: K lies transposed in it.
-            groups.append(
-                Geometry(layers, "bhoo" if device == "cpu" else "bhtd", spec.block_tokens, first.shape[0] // blocks)
-            )
+            dims = "bhoo" if device == "cpu" else "bhtd"
+            apart = [self._apart(layer, spec) for layer in layers] if self._is_canonical else None
+            groups.append(Geometry(layers, dims, spec.block_tokens, first.shape[0] // blocks, apart))
         worker.register(
             groups, device, backend=self._backend(), isa=self._isa(tensors[0][0]) if device == "cpu" else ""
         )
+
+    @property
+    def _is_canonical(self) -> bool:
+        return isinstance(self._door, WorkerDoor) and self._door.layout == "canonical"
+
+    def _apart(self, layer: torch.Tensor, spec: identity.GroupSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer as [block, head, token, dim], where it is known how they lie.
+
+        Raises:
+            LayoutError: It is not.
+        """
+        blocks, heads, tokens, content = layer.shape
+        size = content // 2
+        if spec.latent or size != spec.spec.head_size or content % 2:
+            raise LayoutError(f"layout: canonical needs K and V of one size, and {spec.kind} has something else")
+        if layer.device.type != "cpu":
+            return layer[..., :size], layer[..., size:]
+        isa = self._isa(layer)
+        if isa not in PLAIN_ISAS or not layer[0, 0].is_contiguous():
+            raise LayoutError(
+                f"layout: canonical cannot be had of this engine: its blocks are packed for {isa}; known are those for "
+                f"{', '.join(PLAIN_ISAS)}"
+            )
+        # Of each block and head K comes first, transposed, and then V.
+        flat = layer.view(blocks, heads, 2, size * tokens)
+        keys = flat[:, :, 0].view(blocks, heads, size, tokens).transpose(-1, -2)
+        return keys, flat[:, :, 1].view(blocks, heads, tokens, size)
 
     def _backend(self) -> str:
         from vllm.config import get_layers_from_vllm_config

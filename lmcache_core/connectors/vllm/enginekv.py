@@ -31,12 +31,14 @@ class Geometry:
         dims: What their axes mean; see `Transfer.register`.
         block_tokens: Of the engine's block table.
         kernel_blocks: Blocks of the tensors in one of those.
+        apart: K and V of each layer, as `bhtd`, where chunks shall be in the canonical layout.
     """
 
     layers: Sequence[Any]
     dims: str
     block_tokens: int
     kernel_blocks: int = 1
+    apart: Sequence[tuple[Any, Any]] | None = None
 
 
 class EngineKV:
@@ -62,10 +64,17 @@ class EngineKV:
         self._blocks = [self._register(group, group.block_tokens) for group in groups]
         """The same, a block a page."""
         self._nowhere = [self._keep(group, np.array([NULL_BLOCK])) for group in range(len(groups))]
-        encodings = [each.encoding("vllm", backend=backend, isa=isa) for each in self._blocks]
+        named = [self._register(group, group.block_tokens, canonical=True) for group in groups]
+        encodings = [each.encoding("vllm", backend=backend, isa=isa) for each in named]
         self.facts = Facts(_one_encoding(encodings, groups), tuple(each.page_layer_bytes for each in self._blocks))
 
-    def _register(self, group: Geometry, page_tokens: int) -> RegisteredKV:
+    def _register(self, group: Geometry, page_tokens: int, *, canonical: bool = False) -> RegisteredKV:
+        """As the blocks lie; where they shall be `canonical`, and can be, in that layout."""
+        if canonical and group.apart is not None:
+            size = group.block_tokens // group.kernel_blocks
+            return self._transfer.register(
+                group.apart, dims="bhtd", page_tokens=page_tokens, block_tokens=size, layout="canonical"
+            )
         return self._transfer.register(
             group.layers,
             dims=group.dims,
@@ -76,7 +85,7 @@ class EngineKV:
     def cut(self, page_tokens: int) -> None:
         """Pages have so many tokens from now on; 0 for as they were."""
         if page_tokens not in (0, self.page_tokens):
-            self._pages = [self._register(group, page_tokens) for group in self.groups]
+            self._pages = [self._register(group, page_tokens, canonical=True) for group in self.groups]
             self.page_tokens = page_tokens
 
     @property

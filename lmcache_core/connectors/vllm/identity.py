@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lmcache_core.connectors.canonical import canonical_namespace, canonical_refusals
 from lmcache_core.connectors.modelsettings import settings_that_count
 from lmcache_core.connectors.vllm.plan import Facts
 from lmcache_core.connectors.weights import checkpoint_digest, nobody_elses
@@ -18,7 +19,16 @@ from lmcache_core.errors import LayoutError
 from lmcache_core.keys import digest_fields
 from lmcache_core.namespace import Group, GroupKind, Namespace
 
-__all__ = ["GroupSpec", "block_tokens", "describe_engine", "group_specs", "refusals", "shards_of", "weights_of"]
+__all__ = [
+    "GroupSpec",
+    "block_tokens",
+    "describe_engine",
+    "group_specs",
+    "not_shared",
+    "refusals",
+    "shards_of",
+    "weights_of",
+]
 
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 WINDOW = ("SlidingWindowSpec",)
@@ -156,6 +166,18 @@ def describe_engine(
     """
     model = vllm_config.model_config
     dtype = kv_dtype(vllm_config)
+    name = str(getattr(model, "served_model_name", "") or model.model)
+    if facts.encoding.layout == "canonical":
+        (spec,) = specs
+        return canonical_namespace(
+            weights=weights,
+            layers=spec.group(page_tokens, facts.block_layer_bytes[0], dtype).layers,
+            kv_heads=spec.spec.num_kv_heads,
+            head_size=spec.spec.head_size,
+            dtype=dtype,
+            page_tokens=page_tokens,
+            model_name=name,
+        )
     groups = tuple(
         spec.group(page_tokens, nbytes, dtype) for spec, nbytes in zip(specs, facts.block_layer_bytes, strict=True)
     )
@@ -166,7 +188,26 @@ def describe_engine(
         encoding=facts.encoding,
         shards=shards,
         config=_config_digest(vllm_config),
-        model_name=str(getattr(model, "served_model_name", "") or model.model),
+        model_name=name,
+    )
+
+
+def not_shared(vllm_config: Any, specs: Sequence[GroupSpec]) -> Iterator[str]:
+    """Why KV of this engine cannot be had in the layout that engines of other kinds share."""
+    model = vllm_config.model_config
+    spec = specs[0].spec
+    yield from canonical_refusals(
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_dtype=kv_dtype(vllm_config),
+        quantization=model.quantization,
+        overridden=bool(getattr(model, "hf_overrides", None)),
+        ranks=vllm_config.parallel_config.tensor_parallel_size,
+        attention=len(specs) == 1
+        and specs[0].kind == "FullAttentionSpec"
+        and getattr(spec, "head_size_v", None) in (None, spec.head_size)
+        and not getattr(spec, "sliding_window", None),
+        multimodal=bool(getattr(model, "is_multimodal_model", False)),
+        drafts=False,  # those are refused whatever the layout
     )
 
 

@@ -75,8 +75,6 @@ def open_door(source: Any, engine: str, blocks: int, *, processes: bool) -> Door
         PoolError: The host pool can't be had.
     """
     config = settings(source)
-    if config.layout != "native":
-        raise ConfigError("layout: vLLM's KV can be kept in its own layout only yet; write layout: native")
     if config.connect:
         client = RemoteClient(socket_path(config.connect), config, f"vllm {engine[:8]}")
         try:
@@ -146,6 +144,11 @@ class WorkerDoor:
         self._shard = shard
         self._same_process = same_process
         self._client: Client | None = None
+
+    @property
+    def layout(self) -> str:
+        """How chunks shall lie."""
+        return self._config.layout
 
     def client(self) -> Client | None:
         """The client; None while the node is not there."""

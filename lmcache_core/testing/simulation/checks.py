@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from lmcache_core.hostpool import Slot
 from lmcache_core.index import POOL, Entry, Index
-from lmcache_core.index.decisions import Lease, StorePlan
+from lmcache_core.index.decisions import Lease, Read, StorePlan
 from lmcache_core.node import Node
 from lmcache_core.testing.simulation.backend import LocalBackend, SimulatedBackend
 from lmcache_core.testing.simulation.trace import Trace
@@ -67,6 +67,7 @@ class Watcher:
         used = {entry.slot for entry in entries if entry.slot is not None}
         loads = [entry.load for entry in entries if entry.load is not None]
         loads += [load.twin for load in loads if load.twin is not None]
+        loads += [each.load for each in index.out if isinstance(each, Read)]  # beaten before it was begun
         used.update(load.slot for load in loads)
         for runner in self.node.runners:  # also of chunks that have been stored anew meanwhile
             used.update(load.slot for load in (*runner._timers, *runner._overdue))

@@ -211,8 +211,3 @@ def test_a_node_that_is_not_there_yet_is_used_once_it_is(tmp_path: Path) -> None
 def test_pages_of_whole_blocks_fit() -> None:
     check_pages(64, 256, 16, "here")
     check_pages(96, 192, 48, "here")
-
-
-def test_another_layout_than_the_engine_s_own_is_refused() -> None:
-    with pytest.raises(ConfigError, match="write layout: native"):
-        open_door(SMALL | {"layout": "canonical"}, "engine i", 16, processes=False)
