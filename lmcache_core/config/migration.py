@@ -215,6 +215,10 @@ class _Converter:
             return self._redis(scheme, rest)
         if scheme == "s3":
             return self._s3(rest)
+        if scheme == "mooncakestore":
+            problem = self._add({"backend": "mooncake", "master": _literal(rest.strip("/"))})
+            told = "a mooncake tier; what this host gives and is called are its settings segment and host"
+            return _Outcome("dropped", problem) if problem else _Outcome("changed", told)
         return _Outcome("dropped", SCHEMES.get(scheme) or NO_SCHEME.format(scheme=scheme))
 
     def _redis(self, scheme: str, rest: str) -> _Outcome:

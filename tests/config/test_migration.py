@@ -231,7 +231,7 @@ def test_a_typical_configuration() -> None:
         ),
         ("remote_url: lm://h:65432", "remote_url", "dropped", None),
         ("remote_url: infinistore://h:1", "remote_url", "dropped", None),
-        ("remote_url: mooncakestore://h:1", "remote_url", "dropped", None),
+        ("remote_url: mooncakestore://h", "remote_url", "dropped", None),
         ("remote_url: redis-sentinel://h:1", "remote_url", "dropped", None),
         ("remote_url: fs://h:0/mnt", "remote_url", "dropped", None),
         ("remote_url: nothing", "remote_url", "dropped", None),
@@ -253,6 +253,13 @@ def test_one_key(text: str, key: str, status: str, new: dict[str, object] | None
     result, notes = run(text)
     assert notes[key][0] == status
     assert yaml.safe_load(result.yaml_text) == new
+    loaded(result)
+
+
+def test_a_mooncake_store_is_a_tier() -> None:
+    result, notes = run("remote_url: mooncakestore://h:1/")
+    assert notes["remote_url"][0] == "changed"
+    assert yaml.safe_load(result.yaml_text) == {"tiers": [{"backend": "mooncake", "master": "h:1"}]}
     loaded(result)
 
 
