@@ -1,0 +1,147 @@
+"""Host pages in the layout that engines share, of every layout of a host pool."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_core.connectors.canonical import canonical_namespace
+from lmcache_core.connectors.sglang.sharing import SharedPages, by_layer, describe_shared, not_shared
+from lmcache_core.errors import LayoutError
+
+LAYERS, PAGES, TOKENS, HEADS, SIZE = 3, 5, 4, 2, 8
+SHAPES = {
+    "layer_first": (2, LAYERS, PAGES * TOKENS, HEADS, SIZE),
+    "page_first": (2, PAGES * TOKENS, LAYERS, HEADS, SIZE),
+    "page_first_direct": (2, PAGES, LAYERS, TOKENS, HEADS, SIZE),
+    "page_head": (2, PAGES, HEADS, TOKENS, LAYERS, SIZE),
+}
+
+
+class MHATokenToKVPoolHost(SimpleNamespace):
+    """As SGLang's is, as far as it is looked at."""
+
+
+def pool(layout: str, **changes: Any) -> Any:
+    made = MHATokenToKVPoolHost(
+        layout=layout,
+        layer_num=LAYERS,
+        page_size=TOKENS,
+        head_num=HEADS,
+        head_dim=SIZE,
+        v_head_dim=SIZE,
+        dtype=torch.float32,
+        start_layer=0,
+    )
+    made.kv_buffer = torch.zeros(SHAPES.get(layout, (1,)))
+    made.__dict__.update(changes)
+    return made
+
+
+def number(plane: int, layer: int, page: int, token: int) -> float:
+    """Another one for each vector; heads and elements are added by `filled`."""
+    return float((((plane * LAYERS + layer) * PAGES + page) * TOKENS + token) * 100)
+
+
+INSIDE = torch.arange(HEADS * SIZE, dtype=torch.float32).view(HEADS, SIZE)
+
+
+def filled(layout: str) -> Any:
+    """A pool whose every number says what it is of, written as SGLang itself lays pages out."""
+    made = pool(layout)
+    for plane in (0, 1):
+        for layer in range(LAYERS):
+            for page in range(PAGES):
+                for token in range(TOKENS):
+                    vector = INSIDE + number(plane, layer, page, token)
+                    place = {
+                        "layer_first": (plane, layer, page * TOKENS + token),
+                        "page_first": (plane, page * TOKENS + token, layer),
+                        "page_first_direct": (plane, page, layer, token),
+                        "page_head": (plane, page, slice(None), token, layer),
+                    }[layout]
+                    made.kv_buffer[place] = vector
+    return made
+
+
+@pytest.mark.parametrize("layout", SHAPES)
+def test_pages_are_the_same_whatever_the_pool(layout: str) -> None:
+    """`[page][layer][K, V][token][head][dim]`."""
+    pages = SharedPages(filled(layout))
+    assert (pages.pages, pages.page_bytes) == (PAGES, LAYERS * 2 * TOKENS * HEADS * SIZE * 4)
+    numbers = [3, 0, 4]
+    taken = bytearray(len(numbers) * pages.page_bytes)
+    pages.view(numbers).gather(0, 0, len(numbers), memoryview(taken))
+    found = torch.frombuffer(taken, dtype=torch.float32).view(len(numbers), LAYERS, 2, TOKENS, HEADS, SIZE)
+    for place, page in enumerate(numbers):
+        for layer in range(LAYERS):
+            for plane in (0, 1):
+                for token in range(TOKENS):
+                    assert torch.equal(found[place, layer, plane, token], INSIDE + number(plane, layer, page, token))
+
+
+@pytest.mark.parametrize("source", SHAPES)
+@pytest.mark.parametrize("target", SHAPES)
+def test_what_one_pool_gives_another_one_takes(source: str, target: str) -> None:
+    """Pages that are not asked for stay as they are."""
+    whole, empty = filled(source), pool(target)
+    one, other = SharedPages(whole), SharedPages(empty)
+    moved = bytearray(2 * one.page_bytes)
+    one.view([1, 4]).gather(0, 0, 2, memoryview(moved))
+    other.view([2, 0]).scatter(0, 0, 2, memoryview(moved).toreadonly())
+    for layer in range(LAYERS):
+        for plane in (0, 1):
+            here, there = by_layer(whole)[layer][plane], by_layer(empty)[layer][plane]
+            assert torch.equal(there[2], here[1])
+            assert torch.equal(there[0], here[4])
+            assert not there[[1, 3, 4]].any()
+
+
+def test_a_pool_of_another_layout_is_refused() -> None:
+    with pytest.raises(LayoutError, match="a host pool of the layout page_unified"):
+        by_layer(pool("page_unified"))
+
+
+def test_it_is_described_as_every_engine_describes_it() -> None:
+    described = describe_shared(pool("page_first"), weights="digest", model_name="here")
+    assert described.space(0) == canonical_namespace(
+        weights="digest", layers=range(3), kv_heads=2, head_size=8, dtype="float32", page_tokens=4
+    ).space(0)
+
+
+STORAGE = SimpleNamespace(tp_size=1)
+ARGUMENTS = SimpleNamespace(
+    dtype="auto", quantization=None, json_model_override_args="{}", enable_multimodal=None, speculative_algorithm=None
+)
+
+
+def test_what_is_plain_is_shared() -> None:
+    assert list(not_shared(STORAGE, pool("page_first"), ARGUMENTS, sidecars=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"dtype": "bfloat16"}, "KV of type float32, of a model that computes in bfloat16"),
+        ({"quantization": "fp8"}, "weights quantized by fp8"),
+        ({"json_model_override_args": '{"rope_theta": 1}'}, "overridden by the engine's arguments"),
+        ({"enable_multimodal": True}, "more than text"),
+        ({"speculative_algorithm": "EAGLE"}, "speculative decoding"),
+    ],
+)
+def test_arguments_that_keep_it_apart(changed: dict[str, Any], why: str) -> None:
+    arguments = SimpleNamespace(**vars(ARGUMENTS) | changed)
+    (reason,) = not_shared(STORAGE, pool("page_first"), arguments, sidecars=False)
+    assert why in reason
+
+
+def test_pools_that_keep_it_apart() -> None:
+    (reason,) = not_shared(STORAGE, pool("page_first"), ARGUMENTS, sidecars=True)
+    assert "only whole attention is shared" in reason
+    (reason,) = not_shared(STORAGE, pool("page_first", v_head_dim=4), ARGUMENTS, sidecars=False)
+    assert "only whole attention is shared" in reason
+    (reason,) = not_shared(SimpleNamespace(tp_size=2), pool("page_first"), ARGUMENTS, sidecars=False)
+    assert "2 ranks" in reason
