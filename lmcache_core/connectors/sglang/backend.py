@@ -38,6 +38,8 @@ log = logging.getLogger("lmcache_core.connectors.sglang")
 
 LONGEST_PREFETCH = 60.0
 """Seconds for which what was found is kept at least, in a node of the engine's own."""
+MEMORY = ("kv_buffer", "temporal_buffer", "conv_buffer")
+"""Where host pools have their tensors."""
 KV = "kv"
 """What SGLang calls the pool that every model has."""
 MOST_STATS = 1000
@@ -438,7 +440,8 @@ def _pages_of(pool: Any) -> tuple[HostPages, list[Buffer]]:
             f"lmcache-core cannot be used with this engine: its host pool {type(pool).__name__} does not tell where "
             f"its pages lie: {error}"
         ) from error
-    return HostPages(buffers, count, tokens, pool), buffers
+    memory = [getattr(pool, name, None) for name in MEMORY]  # a pool lets go of it before it goes itself
+    return HostPages(buffers, count, tokens, (pool, memory)), buffers
 
 
 def _as_bytes(keys: Sequence[str]) -> list[bytes]:

@@ -10,6 +10,9 @@ import pytest
 
 from lmcache_backends.cpu import CpuBackend, CpuOptions
 from lmcache_core.connectors.sglang.options import Options
+from lmcache_core.node import Node
+from lmcache_core.service.remote import RemoteClient
+from lmcache_core.service.server import NodeServer
 from lmcache_core.wrappers.corrupting import Corrupting
 from lmcache_core.wrappers.faulty import Faulty, always, every
 from lmcache_core.wrappers.slow import Slow
@@ -328,6 +331,21 @@ def test_a_node_that_goes_away_costs_hits_only(tmp_path: Path) -> None:
         assert world.read(KEYS[:8]) in (0, 4, 8)
         assert world.compute(KEYS[8:12], KEYS[:8]) == 0
         assert world.store.exists(KEYS[:8]) == 0
+
+
+def test_a_node_that_comes_back_is_used_again(tmp_path: Path) -> None:
+    with opened(remote=tmp_path) as world:
+        world.compute(KEYS[:8])
+        config = world.node.config
+        world.node.close()
+        assert world.fetch(KEYS[:8]) == 0
+        with Node(config, []) as again:
+            again.servers.append(NodeServer(again, str(tmp_path / "s")))
+            assert isinstance(world.client, RemoteClient)
+            assert world.client.wait_until_up(10)
+            assert world.compute(prompt_keys(2, 8)) == 8
+            assert world.fetch(prompt_keys(2, 8)) == 8
+            world.client.close()
 
 
 @pytest.mark.parametrize("seed", range(8))
