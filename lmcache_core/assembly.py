@@ -11,7 +11,7 @@ from lmcache_core.config.rules import check
 from lmcache_core.direct import DirectClient
 from lmcache_core.errors import ConfigError
 from lmcache_core.node import Node
-from lmcache_core.plugins import load_backend
+from lmcache_core.plugins import check_capacity, load_backend
 
 Source: TypeAlias = "str | Path | dict[str, Any] | Config | LoadedConfig | None"
 """Path of a YAML file, YAML text, a dict, settings that were loaded before, or None for what the environment names."""
@@ -60,7 +60,10 @@ def build_node(source: Source) -> Node:
         PoolError: The host pool can't be had.
     """
     config = settings(source)
-    node = Node(config, [load_backend(tier.backend).create(tier.options) for tier in config.tiers])
+    backends = [load_backend(tier.backend).create(tier.options) for tier in config.tiers]
+    for number, (tier, backend) in enumerate(zip(config.tiers, backends, strict=True)):
+        check_capacity(f"tiers[{number}]", tier, backend)
+    node = Node(config, backends)
     try:
         if config.metrics.enabled:
             from lmcache_core.checkup import Checkup

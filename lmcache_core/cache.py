@@ -224,7 +224,7 @@ class _Base:
 
     def contains(self, prompt: Prompt | Tokens) -> dict[str, int]:
         """For each tier (`cpu` is the host pool) how many tokens of the prompt it could restore alone. Renews nothing
-        and asks no remote tier."""
+        and asks no remote tier: of those it tells what this node knows."""
         keys = self._keys(prompt)
         names = ["cpu", *(tier.name for tier in self.client.stats().tiers)]
         pages = {name: self.client.lookup(self._model, keys, [name], quiet=True).pages for name in names}
@@ -239,13 +239,15 @@ class _Base:
         return self.client.unpin(self._model, self._keys(prompt)) * self.page_tokens
 
     def evict(self, prompt: Prompt | Tokens, tiers: str | Sequence[str] | None = None) -> int:
-        """Take the chunks of a prompt out of `tiers` (all by default), unless pinned or leased. Returns how many."""
+        """Take the chunks of a prompt out of `tiers` (all by default), unless pinned or leased. Returns how many. Of
+        tiers that others store on too only those that this node has stored or looked up."""
         return self.client.evict(self._model, self._keys(prompt), tier_names("tiers", tiers))
 
     def clear(self, tiers: str | Sequence[str] | None = None) -> int:
         """Take all chunks of this namespace out of `tiers` (all by default), pinned ones too. Returns how many.
 
-        All that can be restored when it is called is gone when it returns. Others go on meanwhile: what they store anew
+        All that this node knows of is gone when it returns: of tiers that others store on too there may be more, which
+        `lmcache-core clear --config` deletes. Others go on meanwhile: what they store anew
         stays, and what a store of theirs has found present may be gone after it."""
         return self.client.clear(self._model, tier_names("tiers", tiers))
 

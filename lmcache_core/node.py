@@ -164,12 +164,20 @@ class Node:
                 self.guard.index.tick()
         with contextlib.ExitStack() as last:  # in reverse order, and all of it whatever one of them raises
             last.callback(self.pool.close)
+            last.callback(self._let_go)
             last.callback(self._log_writer.close)
             last.callback(self._framer.close)
             last.callback(self._loop.stop)
             last.callback(self._end_work, grace)
             for server in self.servers:
                 last.callback(server.close)
+
+    def _let_go(self) -> None:
+        """Of the memory of all chunks: who still has this node, or is in a cycle with it, shall not keep that."""
+        with self.guard.mutex:
+            for space in self.guard.index.spaces.values():
+                for entry in (*space.chunks.values(), *space.staged.values()):
+                    entry.slot = None
 
     def _end_work(self, grace: float) -> None:
         try:

@@ -22,7 +22,7 @@ from lmcache_core.config.fields import Field, fields_of, secrets_of
 from lmcache_core.config.masking import mask
 from lmcache_core.config.structs import TierConfig
 from lmcache_core.errors import ConfigError, LMCacheError, PluginError
-from lmcache_core.protocols import StorageBackend
+from lmcache_core.protocols import Scannable, StorageBackend
 
 if TYPE_CHECKING:
     from lmcache_core.protocols import Transfer
@@ -73,6 +73,20 @@ class BackendInfo(NamedTuple):
     options: tuple[Field, ...]
     error: str | None
     """Why it can't be used; None if it can."""
+
+
+def check_capacity(place: str, tier: TierConfig, backend: StorageBackend) -> None:
+    """See that somebody keeps to a tier's `capacity`: the node, of what it can list, or the backend.
+
+    Raises:
+        ConfigError: Nobody does.
+    """
+    fields = getattr(tier.options, "__struct_fields__", ())
+    if tier.capacity is not None and not isinstance(backend, Scannable) and "capacity" not in fields:
+        raise ConfigError(
+            f"{place}.capacity: a tier of {tier.backend!r} is not bounded by this node, since others store there too; "
+            "delete capacity, and bound it where it is kept (maxmemory, a lifecycle rule, a quota)"
+        )
 
 
 @functools.cache

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lmcache_core.coding.recipe import recipe_of
 from lmcache_core.config import InvalidSetting, LoadedConfig, load_config
 from lmcache_core.config.conversion import dotted
 from lmcache_core.errors import ConfigError, PluginError
-from lmcache_core.plugins import load_backend
+from lmcache_core.plugins import check_capacity, load_backend
 
 __all__ = ["load_usable"]
 
@@ -20,6 +19,8 @@ def load_usable(file: str | None) -> LoadedConfig:
     Raises:
         ConfigError: It can't be used. The message has file, line and key.
     """
+    from lmcache_core.coding.recipe import recipe_of  # imports what hashes, for those who have a configuration
+
     loaded = load_config(None if file is None else Path(file))
     for number, tier in enumerate(loaded.config.tiers):
         place = ("tiers", number)
@@ -31,6 +32,7 @@ def load_usable(file: str | None) -> LoadedConfig:
             raise ConfigError(f"{where}: {dotted(place)}: {error}") from error
         try:
             recipe_of(dotted(place), tier, backend)
+            check_capacity(dotted(place), tier, backend)
         except ConfigError as error:
             raise ConfigError(f"{loaded.provenance.nearest(place)}: {error}") from None
     return loaded

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lmcache_core.assembly import build_node
 from lmcache_core.coding.codecs import load_codec
 from lmcache_core.config import Config, fields_of, load_config
+from lmcache_core.errors import ConfigError
 from lmcache_core.plugins import load_backend
 from tests.cli.conftest import Run
 
@@ -338,3 +340,14 @@ def test_check_finds_a_codec_that_is_not_installed(run: Run, tmp_path: Path, mon
         assert "pip install 'lmcache-core[zstd]'" in refused.err
         assert len(refused.err.splitlines()) == 1
     load_codec.cache_clear()
+
+
+@pytest.mark.parametrize("words", [["config", "check"], ["doctor"]])
+def test_a_capacity_that_nobody_keeps_to_is_refused(run: Run, tmp_path: Path, words: list[str]) -> None:
+    file = tmp_path / "bounded.yaml"
+    file.write_text("tiers:\n  - backend: redis\n    url: redis://h\n    capacity: 5MiB\n")
+    refused = run(*words, file)
+    assert refused.code == 1
+    assert "bounded.yaml:2: tiers[0].capacity: a tier of 'redis' is not bounded by this node" in refused.err
+    with pytest.raises(ConfigError, match=r"tiers\[0\]\.capacity: a tier of 'redis' is not bounded"):
+        build_node(load_config(file))

@@ -32,6 +32,7 @@ class ErrorReply(Exception):
     """The server answered with an error: a word in capitals, and a text."""
 
     def __init__(self, text: str) -> None:
+        text = "".join(letter if letter.isprintable() else " " for letter in text)  # it goes into logs
         super().__init__(text)
         self.code, _, self.rest = text.partition(" ")
 
