@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.config import Config, CpuConfig
+from lmcache_core.direct import DirectClient
+from lmcache_core.node import Node
+from lmcache_core.service.server import NodeServer
+from tests.node.kv import until
 from tests.sglang.engine import PAGE, Answer, Engine, extra_config, prompt
 from tests.sglang.models import make_model
 
@@ -104,16 +109,21 @@ def test_two_ranks(model: Path) -> None:
         assert again.tokens == first.tokens
 
 
-def test_sglang_s_own_faults(model: Path) -> None:
+def test_sglang_s_own_faults_on_a_node_that_runs_by_itself(model: Path, tmp_path: Path) -> None:
     faults = {
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.02",
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.4",
     }
     policy = {"hicache_storage_prefetch_policy": "timeout"}  # as it is by default
-    with Engine(model, extra_config(CACHE), environment=faults, layout="page_head", **policy) as engine:
-        storage = 0
-        for seed in range(10, 16):
-            first, again = forgotten(engine, seed)
-            assert again.tokens == first.tokens
-            storage += again.storage
-        assert storage > 0
+    with Node(Config(64, 64, CpuConfig(capacity=128 << 20))) as node:
+        node.servers.append(NodeServer(node, str(tmp_path / "s")))
+        extra = extra_config({"connect": str(tmp_path / "s")})
+        with Engine(model, extra, environment=faults, layout="page_head", **policy) as engine:
+            storage = 0
+            for seed in range(10, 16):
+                first, again = forgotten(engine, seed)
+                assert again.tokens == first.tokens
+                storage += again.storage
+            assert storage > 0
+        until(lambda: DirectClient(node).stats().leases == 0)  # it has been killed
+        assert DirectClient(node).stats().chunks > 0
