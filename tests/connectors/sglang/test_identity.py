@@ -12,6 +12,7 @@ import pytest
 from lmcache_core.connectors.sglang.identity import (
     config_digest,
     describe_pool,
+    describe_sidecar,
     flat_order,
     refusals,
     weights_of,
@@ -174,3 +175,52 @@ def test_settings_that_change_numbers() -> None:
         ("context_length", 4096),
     ):
         assert config_digest(SimpleNamespace(**vars(plain) | {name: value})) != config_digest(plain)
+
+
+class MambaHost(SimpleNamespace):
+    """Recurrent state."""
+
+
+MambaHost.__name__ = "MambaPoolHost"
+
+
+def sidecar(pool: Any, name: str, config: Any = None, kv: Namespace | None = None) -> Namespace:
+    return describe_sidecar(config or storage(is_mla_model=False), pool, name, sizes=[64, 32], kv=kv or describe())
+
+
+def test_pools_besides_the_kv_are_their_own_and_their_ranks() -> None:
+    window = heads(layer_num=2, target_layer_num=2)
+    state = MambaHost(dtype="torch.bfloat16", temporal_dtype="torch.float32", layout="page_first")
+    plain = sidecar(window, "swa")
+    assert plain.space(0) == sidecar(heads(layer_num=2, target_layer_num=2, page_num=9), "swa").space(0)
+    others = [
+        describe(),
+        sidecar(state, "mamba"),
+        sidecar(window, "swa", storage(is_mla_model=False, tp_rank=1, tp_size=2)),
+        sidecar(heads(layer_num=2, target_layer_num=2, layout="page_head"), "swa"),
+        sidecar(window, "swa", kv=describe(weights="other")),
+        sidecar(window, "swa", kv=describe(heads(start_layer=4))),
+    ]
+    assert len({other.space(0) for other in [plain, *others]}) == 1 + len(others)
+
+
+def test_ranks_share_pools_of_latents_but_for_states() -> None:
+    window = heads(layer_num=2, target_layer_num=2)
+    state = MambaHost(dtype="torch.bfloat16", temporal_dtype="torch.float32", layout="page_first")
+    ranks = [storage(is_mla_model=True, tp_rank=rank, tp_size=2) for rank in (0, 1)]
+    assert len({sidecar(window, "swa", rank).space(0) for rank in ranks}) == 1
+    assert len({sidecar(state, "mamba", rank).space(0) for rank in ranks}) == 2
+
+
+@pytest.mark.parametrize(
+    ("pool", "name", "text"),
+    [
+        (heads(), "draft", "'draft'"),
+        (latents(), "swa", "MLATokenToKVPoolHost"),
+        (heads(layer_num=5), "swa", "draft"),
+        (MambaHost(dtype="x", mtp_draft_buffer_infos=(1,)), "mamba", "draft"),
+    ],
+)
+def test_other_pools_are_refused_by_name(pool: Any, name: str, text: str) -> None:
+    with pytest.raises(LayoutError, match=f"cannot be used with this engine.*{text}"):
+        sidecar(pool, name)

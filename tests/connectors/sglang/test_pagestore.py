@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lmcache_backends.cpu import CpuBackend, CpuOptions
 from lmcache_core.connectors.sglang.options import Options
+from lmcache_core.direct import DirectClient
 from lmcache_core.node import Node
 from lmcache_core.service.remote import RemoteClient
 from lmcache_core.service.server import NodeServer
@@ -98,6 +100,31 @@ def test_a_run_behind_whole_chunks_that_are_gone_is_stored(world: World) -> None
     world.forget("cpu", "tier0")
     assert world.compute(KEYS[8:20], KEYS[:8]) == 12
     assert world.fetch(KEYS[8:20], KEYS[:8]) == 12
+
+
+def test_pages_in_front_whose_own_chunk_in_front_is_gone_still_share_theirs(world: World) -> None:
+    world.compute(KEYS[4:6])
+    assert world.compute(KEYS[6:12], KEYS[:6]) == 6
+    until(lambda: world.chunks == 2)
+    assert world.fetch(KEYS[4:12], KEYS[:4]) == 8
+
+
+def test_a_look_up_asks_no_second_time_where_no_chunk_can_begin(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.compute(KEYS[:8])
+    world.compute(prompt_keys(2, 7))
+    hold, asked = world.client.hold, []
+
+    def counting(model: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(len(keys))
+        return hold(model, keys, *args, **kwargs)
+
+    monkeypatch.setattr(world.client, "hold", counting)
+    assert world.store.exists(KEYS) == 8
+    assert asked in ([40], [40, 40])  # the latter where a tier has been waited for
+    asked.clear()
+    assert world.store.exists(prompt_keys(2, 7)) == 7
+    assert world.store.exists([*prompt_keys(2, 7), *prompt_keys(3, 5)]) == 7
+    assert asked[-1] == 5
 
 
 def test_the_pages_in_front_are_read_from_a_tier(world: World) -> None:
@@ -198,6 +225,14 @@ def test_look_ups_that_are_never_read_are_bounded() -> None:
         assert (world.leases, world.store.promises) == (3, 3)
 
 
+def test_what_was_passed_over_is_kept_no_longer() -> None:
+    with opened(capacity=300_000) as world:
+        world.compute(KEYS[:12])
+        assert world.store.exists(KEYS[:12]) == 12
+        assert world.read(KEYS[8:10], KEYS[:8]) == 2
+        assert sum(space.leased for space in DirectClient(world.node).spaces()) == 1
+
+
 def test_look_ups_end_by_time() -> None:
     now = [0.0]
     with opened() as world:
@@ -247,6 +282,30 @@ def test_a_read_that_hangs_ends_in_time_and_lands_nowhere() -> None:
         world.settle()
         assert world.host.blank  # what came late
         assert world.read(KEYS[:8]) == 8
+
+
+class Slowly:
+    """A view of pages that takes its time."""
+
+    def __init__(self, view: Any, now: list[float]) -> None:
+        self._view, self._now = view, now
+
+    def gather(self, *args: Any) -> None:
+        self._view.gather(*args)
+
+    def scatter(self, *args: Any) -> None:
+        self._view.scatter(*args)
+        self._now[0] += 100.0
+
+
+def test_nothing_is_copied_when_the_time_is_over() -> None:
+    now = [0.0]
+    with opened() as world:
+        world.store = type(world.store)(world.client, world.store._model, Options(), lambda: now[0])
+        world.compute(KEYS[:12])
+        assert world.store.exists(KEYS[:12]) == 12
+        assert world.store.get(KEYS[:12], Slowly(world.host.pages.view(range(12)), now)) == 4
+        assert [world.host.holds(page, KEYS[page]) for page in range(12)] == [True] * 4 + [False] * 8
 
 
 def test_a_page_that_could_not_be_read_counts_as_missing_for_a_while() -> None:
