@@ -96,10 +96,5 @@ def test_a_node_that_runs_by_itself(tmp_path: Path) -> None:
             client.close()
 
 
-def test_another_layout_than_the_engine_s_own_is_refused() -> None:
-    with pytest.raises(ConfigError, match="write layout: native"):
-        open_one(SMALL | {"layout": "canonical"}, "engine f")
-
-
 def test_an_engine_is_known_by_who_has_started_it() -> None:
     assert engine_name() == engine_name(0) != engine_name(1)
