@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 
+from lmcache_core.assembly import settings
 from lmcache_core.client import KEY_BYTES, Client
-from lmcache_core.connectors.sglang import engine, identity
+from lmcache_core.connectors.sglang import engine, identity, sharing
 from lmcache_core.connectors.sglang.hostpages import Buffer, FlatPages, HostPages, as_page_numbers, buffers_of
 from lmcache_core.connectors.sglang.nodes import engine_name, open_client
 from lmcache_core.connectors.sglang.options import read_options
@@ -117,7 +118,9 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         """The weights that are in use, and the stores of what they compute."""
         self._original: object = None
         """The weights that are those of the checkpoint; None if they had been changed before this was attached."""
-        self._pages: HostPages | None = None
+        self._pages: HostPages | sharing.SharedPages | None = None
+        self._shared = False
+        """Whether pages are kept as engines of other kinds have them too."""
         self._namespace: Namespace | None = None
         self._sidecars: dict[str, _Sidecar] = {}
         self._order: Any = None
@@ -157,19 +160,28 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
                 "with `lmcache-core serve`, and write `connect: auto` in the configuration"
             )
         tokens = int(pool.page_size)
-        self._pages, buffers = _pages_of(pool)
         self._page_tokens = tokens
-        order = identity.flat_order(pool)
-        self._order = None if order is None else np.array(order, np.intp)
-        self._namespace = identity.describe_pool(
-            storage,
-            pool,
-            page_bytes=self._pages.page_bytes,
-            buffers=len(buffers),
-            weights=identity.weights_of(place.arguments, self._options.weights_id),
-            config=identity.config_digest(place.arguments),
-            model_name=str(storage.model_name or ""),
-        )
+        weights = identity.weights_of(place.arguments, self._options.weights_id)
+        name = str(storage.model_name or "")
+        self._shared = settings(self._options.config).layout == "canonical"
+        if self._shared:
+            for reason in sharing.not_shared(storage, pool, place.arguments, sidecars=False):
+                raise LayoutError(f"layout: canonical cannot be had of this engine: {reason}")
+            self._pages = sharing.SharedPages(pool)
+            self._namespace = sharing.describe_shared(pool, weights=weights, model_name=name)
+        else:
+            self._pages, buffers = _pages_of(pool)
+            order = identity.flat_order(pool)
+            self._order = None if order is None else np.array(order, np.intp)
+            self._namespace = identity.describe_pool(
+                storage,
+                pool,
+                page_bytes=self._pages.page_bytes,
+                buffers=len(buffers),
+                weights=weights,
+                config=identity.config_digest(place.arguments),
+                model_name=name,
+            )
         self._client = open_client(
             self._options.config,
             engine_name(place.replica),
@@ -212,6 +224,10 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if name != KV:
             assert self._namespace is not None
             try:
+                if self._shared:
+                    raise LayoutError(
+                        f"layout: canonical cannot be had of this engine: it has a host pool {name!r} besides"
+                    )
                 pages, buffers = _pages_of(host_pool)
                 sizes = [each.nbytes for each in buffers]
                 namespace = identity.describe_sidecar(self._config, host_pool, name, sizes=sizes, kv=self._namespace)
@@ -318,6 +334,8 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         return numbers
 
     def _flat(self, tensors: Sequence[torch.Tensor], keys: int) -> FlatPages:
+        if self._shared:
+            raise LayoutError('layout: canonical needs `"interface_v1": 1` in the extra configuration')
         if len(tensors) != keys:
             raise UsageError(f"{keys} pages were asked for, and {len(tensors)} tensors given")
         return FlatPages([each.reshape(-1).view(torch.uint8).numpy() for each in tensors], self._order)

@@ -14,7 +14,6 @@ from lmcache_core.client import Client
 from lmcache_core.config import Config
 from lmcache_core.config.environment import FILE_VARIABLE
 from lmcache_core.direct import DirectClient
-from lmcache_core.errors import ConfigError
 from lmcache_core.namespace import chunk_tokens_for
 from lmcache_core.service.address import remove_stale_sockets, runtime_socket, socket_path
 from lmcache_core.service.remote import RemoteClient
@@ -63,8 +62,6 @@ def open_client(source: Source, engine: str, page_tokens: int, *, rank: int, ran
         PoolError: The host pool can't be had.
     """
     config = settings(source)
-    if config.layout != "native":
-        raise ConfigError("layout: SGLang's KV can be kept in its own layout only yet; write layout: native")
     if config.connect:
         return RemoteClient(socket_path(config.connect), config, f"sglang rank {rank}")
     if rank:
