@@ -8,15 +8,19 @@ with a salt or an adapter are kept apart by each engine's own rules, and are sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from lmcache_core.keys import digest_fields
 from lmcache_core.namespace import Encoding, Group, GroupKind, Namespace
 
-__all__ = ["DTYPES", "canonical_namespace", "canonical_refusals"]
+__all__ = ["DTYPES", "MOVING_ROPES", "canonical_namespace", "canonical_refusals"]
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}
 """Types of numbers that are shared, and their bytes."""
+MOVING_ROPES = ("longrope", "dynamic")
+"""Kinds of scaling by which KV depends on how long prompts may be."""
 
 
 def canonical_refusals(
@@ -29,6 +33,7 @@ def canonical_refusals(
     attention: bool,
     multimodal: bool,
     drafts: bool,
+    model: Mapping[str, Any],
 ) -> Iterator[str]:
     """Why an engine's KV cannot be shared with engines of other kinds.
 
@@ -41,6 +46,7 @@ def canonical_refusals(
         attention: Whether all layers attend to the whole prompt, with K and V of one size.
         multimodal: Whether prompts may hold more than text.
         drafts: Whether a second model has a part in the cache.
+        model: The checkpoint's configuration.
     """
     if kv_dtype not in DTYPES or kv_dtype != dtype:
         yield f"KV of type {kv_dtype}, of a model that computes in {dtype}; both must be one of {', '.join(DTYPES)}"
@@ -54,6 +60,8 @@ def canonical_refusals(
         yield "windows, recurrent states or latents in the cache; only whole attention is shared"
     if multimodal:
         yield "a model of more than text, whose placeholders each engine names in its own way"
+    if any(kind in json.dumps(model, default=str) for kind in MOVING_ROPES):
+        yield "positions that are scaled by the longest prompt, which is each engine's own setting"
     if drafts:
         yield "speculative decoding with a cache of its own"
 

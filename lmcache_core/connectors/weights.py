@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lmcache_core.errors import LayoutError
 from lmcache_core.keys import digest_fields
 
-__all__ = ["adapter_digest", "checkpoint_digest", "nobody_elses"]
+__all__ = ["adapter_digest", "checkpoint_config", "checkpoint_digest", "nobody_elses"]
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".npz")
 MEANING = ("config.json", "adapter_config.json", "quantize_config.json", "hf_quant_config.json", "params.json")
@@ -40,6 +42,22 @@ def checkpoint_digest(path: str, revision: str | None = None) -> str:
             f"{place} has no weights that can be told from others ({', '.join(WEIGHTS)}); name them with weights_id"
         )
     return digest_fields("lmcache-core checkpoint 1", files).hex()
+
+
+def checkpoint_config(path: str, revision: str | None = None) -> dict[str, Any]:
+    """What the `config.json` of a checkpoint says, which is in a directory or of that name in the Hugging Face cache.
+
+    Raises:
+        LayoutError: There is none that can be read.
+    """
+    place = _local(path, revision)
+    try:
+        found = json.loads((place / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise LayoutError(f"the configuration of the model in {place} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise LayoutError(f"the configuration of the model in {place} is no mapping")
+    return found
 
 
 def adapter_digest(path: str) -> str:

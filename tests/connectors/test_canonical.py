@@ -17,6 +17,7 @@ FINE: dict[str, Any] = {
     "attention": True,
     "multimodal": False,
     "drafts": False,
+    "model": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
 }
 SIZES: dict[str, Any] = {
     "weights": "digest",
@@ -45,6 +46,8 @@ def test_what_is_plain_is_shared() -> None:
         ({"ranks": 2}, "2 ranks of tensor parallelism"),
         ({"attention": False}, "only whole attention is shared"),
         ({"multimodal": True}, "a model of more than text"),
+        ({"model": {"rope_scaling": {"rope_type": "dynamic"}}}, "each engine's own setting"),
+        ({"model": {"rope_parameters": {"type": "longrope"}}}, "each engine's own setting"),
         ({"drafts": True}, "speculative decoding"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from lmcache_core.connectors.canonical import canonical_namespace, canonical_refusals
+from lmcache_core.connectors.weights import checkpoint_config
 from lmcache_core.errors import LayoutError
 from lmcache_core.namespace import Namespace
 from lmcache_core.plugins import load_transfer
@@ -77,6 +78,9 @@ def not_shared(storage: Any, pool: Any, arguments: Any, *, sidecars: bool) -> It
         pool: Its host pool of KV.
         arguments: SGLang's server arguments.
         sidecars: Whether there are other pools besides.
+
+    Raises:
+        LayoutError: The model's configuration cannot be read.
     """
     heads = type(pool).__name__ == "MHATokenToKVPoolHost" and pool.v_head_dim == pool.head_dim
     dtype = str(pool.dtype).removeprefix("torch.")
@@ -91,6 +95,7 @@ def not_shared(storage: Any, pool: Any, arguments: Any, *, sidecars: bool) -> It
         attention=heads and not sidecars,
         multimodal=bool(getattr(arguments, "enable_multimodal", False)),
         drafts=bool(getattr(arguments, "speculative_algorithm", None)),
+        model=checkpoint_config(str(arguments.model_path), getattr(arguments, "revision", None)),
     )
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lmcache_core.connectors.canonical import canonical_namespace, canonical_refusals
+from lmcache_core.connectors.canonical import MOVING_ROPES, canonical_namespace, canonical_refusals
 from lmcache_core.connectors.modelsettings import settings_that_count
 from lmcache_core.connectors.vllm.plan import Facts
 from lmcache_core.connectors.weights import checkpoint_digest, nobody_elses
@@ -34,7 +34,6 @@ FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 WINDOW = ("SlidingWindowSpec",)
 WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Methods of speculative decoding that have no cache of their own."""
-MOVING_ROPES = ("longrope", "dynamic")
 
 
 class GroupSpec:
@@ -208,6 +207,7 @@ def not_shared(vllm_config: Any, specs: Sequence[GroupSpec]) -> Iterator[str]:
         and not getattr(spec, "sliding_window", None),
         multimodal=bool(getattr(model, "is_multimodal_model", False)),
         drafts=False,  # those are refused whatever the layout
+        model=(getattr(model, "hf_text_config", None) or model.hf_config).to_dict(),
     )
 
 

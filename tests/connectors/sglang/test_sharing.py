@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,13 @@ ARGUMENTS = SimpleNamespace(
 )
 
 
+@pytest.fixture(autouse=True)
+def model_path(tmp_path: Path) -> None:
+    """A checkpoint's folder, as far as it is looked at."""
+    (tmp_path / "config.json").write_text('{"rope_theta": 10000.0}')
+    ARGUMENTS.model_path = str(tmp_path)
+
+
 def test_what_is_plain_is_shared() -> None:
     assert list(not_shared(STORAGE, pool("page_first"), ARGUMENTS, sidecars=False)) == []
 
@@ -136,6 +144,15 @@ def test_arguments_that_keep_it_apart(changed: dict[str, Any], why: str) -> None
     arguments = SimpleNamespace(**vars(ARGUMENTS) | changed)
     (reason,) = not_shared(STORAGE, pool("page_first"), arguments, sidecars=False)
     assert why in reason
+
+
+def test_a_model_whose_positions_move(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"rope_scaling": {"type": "dynamic"}}')
+    (reason,) = not_shared(STORAGE, pool("page_first"), ARGUMENTS, sidecars=False)
+    assert "each engine's own setting" in reason
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(LayoutError, match="is no mapping"):
+        list(not_shared(STORAGE, pool("page_first"), ARGUMENTS, sidecars=False))
 
 
 def test_pools_that_keep_it_apart() -> None:
