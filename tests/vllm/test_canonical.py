@@ -38,7 +38,7 @@ def stored(inside: Inside, tokens: list[int]) -> bytes:
     side = inside.connector._scheduler
     keys = page_keys(tokens, PAGE)
     held = side.client.hold(side._model, keys)
-    parts = []
+    parts: list[bytes] = []
     while len(parts) < len(held.parts):
         parts += [bytes(grant.source) for grant in side.client.grant(held, len(parts), 0)]
     side.client.release(held)
