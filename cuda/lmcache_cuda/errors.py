@@ -1,0 +1,29 @@
+"""What this room raises: what happened, where, and what to do about it.
+
+Nothing here knows the core, so these have a root of their own.
+"""
+
+
+class CudaError(Exception):
+    """Root of all exceptions of this room."""
+
+
+class MissingLibraryError(CudaError):
+    """The driver or the compiler is not on this machine, or cannot be loaded; the message says how to get it."""
+
+
+class CompileError(CudaError):
+    """The compiler refused the kernels; the message has its log."""
+
+
+class DriverError(CudaError):
+    """A call of the driver failed."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+        """As in `CUresult`."""
+
+
+class GeometryError(CudaError, ValueError):
+    """KV that lies as these kernels cannot copy it, or as nobody can; the message says which is expected."""

@@ -1,0 +1,67 @@
+"""The kernels, built for the host, and how they are checked. As a program: check a library's kernels on some seeds."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from lmcache_cuda.geometry import Call
+from tests.cuda.engines import Case, case
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parents[1] / "cuda/lmcache_cuda/kernels.cu"
+COMPILER = shutil.which("g++")
+WITHOUT_COMPILER = "g++ is missing: the kernels are not built for the host"
+GRIDS = [(1, 32), (3, 64), (2, 128), (7, 1024)]
+
+
+def build(library: Path, *options: str, source: str | None = None, also: Iterable[Path] = ()) -> None:
+    """Build `source`, or the kernels as they are, into `library`."""
+    assert COMPILER is not None, WITHOUT_COMPILER
+    unit = library.with_suffix(".cc")
+    parts = [HERE / "shim.h", SOURCE, HERE / "launchers.h", *also]
+    unit.write_text("\n".join(source if part is SOURCE and source else f'#include "{part}"' for part in parts) + "\n")
+    warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    made = subprocess.run(
+        [COMPILER, "-std=c++17", "-O1", *warnings, *options, "-shared", "-fPIC", "-o", str(library), str(unit)],
+        capture_output=True,
+        text=True,
+    )
+    assert made.returncode == 0, made.stderr
+
+
+class HostKernels:
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self.argument_bytes: int = self._library.kv_copy_bytes()
+
+    def launch(self, direction: str, call: Call, grid: int, block: int) -> None:
+        getattr(self._library, f"walk_kv_{direction}_{call.width}")(grid, block, ctypes.byref(call.copy))
+
+
+def check(kernels: HostKernels, one: Case, grid: tuple[int, int]) -> int:
+    """Gather and scatter, each compared byte by byte, memory and chunk alike. Returns the width of an access."""
+    table = np.zeros(len(one.planes), np.uint64)
+    call = one.call(table)
+    for direction in ("gather", "scatter"):
+        chunk, memory = one.expected(gather=direction == "gather")
+        kernels.launch(direction, call, *grid)
+        where = f"{direction}, grid {grid}, width {call.width}, {one.name}"
+        np.testing.assert_array_equal(one.chunk, chunk, err_msg=f"chunk after {where}")
+        for place, expected in zip(one.memory, memory, strict=True):
+            np.testing.assert_array_equal(place, expected, err_msg=f"memory after {where}")
+        # Other bytes for the way back, or a scatter that does nothing would pass.
+        one.chunk[:] = one.chunk[::-1] ^ 0x5A
+    return call.width
+
+
+if __name__ == "__main__":
+    loaded = HostKernels(Path(sys.argv[1]))
+    for seed in map(int, sys.argv[2:]):
+        check(loaded, case(seed), GRIDS[seed % len(GRIDS)])
