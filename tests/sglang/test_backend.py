@@ -20,8 +20,9 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
@@ -134,6 +135,38 @@ def test_latents_are_the_same_in_another_rank(make: Callable[..., Any], layout: 
     else:
         got = reader.batch_get(KEYS, [second.get_dummy_flat_data_page() for _ in KEYS])
     assert all(torch.equal(a, b) for a, b in zip(got, pages, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+def test_keys_and_values_of_different_size(make: Callable[..., Any], layout: str) -> None:
+    device = MHATokenToKVPool(
+        size=512,
+        page_size=16,
+        dtype=torch.bfloat16,
+        head_num=2,
+        head_dim=32,
+        v_head_dim=16,
+        layer_num=3,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    info = device.get_device_pool_infos()[0].buffer_info
+    pools = [
+        AsymmetricMHATokenToKVPoolHost(
+            info, 1.0, 0, 16, layout, device_capacity_tokens=device.size, start_layer=0, end_layer=3
+        )
+        for _ in range(2)
+    ]
+    for pool in pools:
+        for buffer in (pool.k_buffer, pool.v_buffer):
+            buffer.copy_(torch.randn(buffer.shape).to(torch.bfloat16))
+    writer, reader = make(pools[0]), make(pools[1])
+    assert writer.batch_set_v1(KEYS[:4], pools[0].alloc(64)) == [True] * 4
+    until(lambda: reader.batch_exists(KEYS) == 4)
+    assert reader.batch_get_v1(KEYS[:4], pools[1].alloc(128)[64:]) == [True] * 4
+    first, behind = (4, 8) if layout == "page_first_direct" else (64, 128)
+    for ours, theirs in ((pools[1].k_buffer, pools[0].k_buffer), (pools[1].v_buffer, pools[0].v_buffer)):
+        assert torch.equal(ours[first:behind], theirs[:first])
 
 
 def test_one_page_at_a_time(make: Callable[..., Any]) -> None:
