@@ -139,7 +139,7 @@ class TierRunner:
         while self._reads and self._reading < self.config.concurrency:
             loads = _take(self._reads, lambda load: load.entry.nbytes)
             self._reading += 1
-            self._spawn(self._read(loads))
+            self._spawn(self._read(loads), partial(self._leave_reads, loads))
         while self._mutations and self._mutating < self.config.concurrency:
             batch: list[Mutation] = [self._mutations.popleft()]
             if isinstance(batch[0], Write):
@@ -151,16 +151,43 @@ class TierRunner:
                     batch.append(more)
                     self._mutations.popleft()
             self._mutating += 1
-            self._spawn(self._mutate(batch))
+            self._spawn(self._mutate(batch), partial(self._leave_mutations, batch))
         if self._timers or self._mutations or self._mutating > self._late:
             self._idle.clear()
         else:
             self._idle.set()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Coroutine[Any, Any, None], leave: Callable[[], None]) -> None:
+        """Begin work. If it is cancelled before it has begun, which it cannot notice itself, `leave` is called."""
+        begun = False
+
+        async def run() -> None:
+            nonlocal begun
+            begun = True
+            await work
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._tasks[task]
+            if not begun:
+                work.close()
+                leave()
+
+        task = asyncio.get_running_loop().create_task(run())
         self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(ended)
+
+    def _leave_reads(self, loads: Sequence[Load]) -> None:
+        for load in loads:
+            self._untimed(load)
+            self._events.dropped(load)
+        self._reading -= 1
+        self._pump()
+
+    def _leave_mutations(self, batch: Sequence[Mutation]) -> None:
+        for mutation in batch:
+            self._refuse(mutation)
+        self._mutating -= 1
+        self._pump()
 
     def _refuse(self, mutation: Mutation) -> None:
         if isinstance(mutation, Write):
@@ -196,11 +223,7 @@ class TierRunner:
                     self._untimed(load)
                     self._events.loaded(load, result, seconds)
         finally:
-            for load in left:  # nobody wants it any more, or the tier is being closed
-                self._untimed(load)
-                self._events.dropped(load)
-            self._reading -= 1
-            self._pump()
+            self._leave_reads([load for load in loads if load in left])  # not wanted any more, or it is being closed
 
     async def _results(self, loads: list[Load]) -> list[ReadResult | None]:
         entries = [load.entry for load in loads]

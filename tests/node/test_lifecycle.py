@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lmcache_core import AsyncCache, ClosedError, node
 from lmcache_core.cache import Cache
-from lmcache_core.config import BreakerConfig
+from lmcache_core.coding.recipe import Recipe
+from lmcache_core.config import BreakerConfig, TierConfig
 from lmcache_core.direct import DirectClient
 from lmcache_core.errors import BackendError, ConfigError
+from lmcache_core.framing import Framer
+from lmcache_core.index.decisions import Load, Write
 from lmcache_core.protocols import ChunkKey
+from lmcache_core.ratelog import RateLog
+from lmcache_core.tier import TierRunner
 from lmcache_core.wrappers import Slow
 from tests.node.kv import PAGE_TOKENS, PageView, at_rest, namespace, open_cache, retrieve, store, tokens, until
 from tests.node.shelf import Shelf
@@ -214,3 +221,31 @@ def test_a_room_is_not_written_to_after_it_was_reported() -> None:
             storing.rooms[0].target[0] = 1
         assert client.finish_store(storing).pages == 4
         assert cache.lookup(prompt).tokens == 4 * PAGE_TOKENS
+
+
+async def test_what_was_about_to_begin_when_a_tier_is_closed_is_told() -> None:
+    """A task that is cancelled before its first step runs none of its code, not even what cleans up."""
+    told: list[tuple[str, Any]] = []
+
+    class Events:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: told.append((name, arguments[0]))
+
+    events: Any = Events()
+    config = TierConfig(backend="test", name="t0", concurrency=1)
+    faults = RateLog(logging.getLogger("test"))
+    runner = TierRunner(0, config, Shelf(), Recipe(), Framer(), events, faults)
+    runner.health.up = True
+    entry: Any = SimpleNamespace(chunk_key=ChunkKey(bytes(32), bytes(32)), nbytes=4096)
+    nothing: Any = None
+    writes = [Write(0, entry, nothing, []) for _ in range(2)]
+    loads = [Load(entry, nothing, 0) for _ in range(2)]
+    for write in writes:
+        runner.mutate(write)
+    for load in loads:
+        runner.read(load)
+    runner._idle.set()  # so that closing does not wait, in which time they would begin
+    await runner.close(0)
+    assert [what for name, what in told if name == "wrote"] == writes[::-1]  # those that waited first
+    assert {id(what) for name, what in told if name == "dropped"} == set(map(id, loads))
+    assert runner.queued == 0
