@@ -8,8 +8,8 @@ class CudaError(Exception):
     """Root of all exceptions of this room."""
 
 
-class MissingLibraryError(CudaError):
-    """The driver or the compiler is not on this machine, or cannot be loaded; the message says how to get it."""
+class UnavailableError(CudaError):
+    """The driver or the compiler is not on this machine, or too old; the message says how to get it."""
 
 
 class CompileError(CudaError):
@@ -25,5 +25,9 @@ class DriverError(CudaError):
         """As in `CUresult`."""
 
 
+class ClosedError(CudaError):
+    """What is asked for something has been closed."""
+
+
 class GeometryError(CudaError, ValueError):
-    """KV that lies as these kernels cannot copy it, or as nobody can; the message says which is expected."""
+    """KV that lies as these kernels cannot copy it, or an argument that cannot be meant."""
