@@ -25,6 +25,7 @@ COMMANDS = {
     "demo": "Show with a small model on this machine's CPU what reusing a prefix saves.",
     "bench": "Measure memory and the configured tiers on this machine, as ratios of what it can do.",
     "bench tier": "Measure one tier through its backend, beside what the machine can do there.",
+    "plan": "Say for which prompts loading is faster than computing, and which chunks use a link well.",
     "doctor": "Try every tier of a configuration, and say what to fix.",
     "serve": "Run a node that all engines of this host share.",
     "status": "Show what a node holds, who uses it, and how much of what is asked for it has.",

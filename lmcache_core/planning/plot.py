@@ -33,7 +33,7 @@ def draw(plan: Plan, title: str, path: Path) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     first, last = min(plan.lengths), max(plan.lengths)
-    if first == last:
+    if last < 8 * first:  # too little to see a course
         first, last = max(first // 4, 1), last * 4
     rows = [plan.row(tokens) for tokens in _points(plan, first, last)]
     tokens = [row.tokens for row in rows]
