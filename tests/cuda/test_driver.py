@@ -107,7 +107,7 @@ class TestDevice:
 
 
 class TestStreams:
-    def test_they_are_apart_from_the_default_one_and_yield_to_the_engine(
+    def test_they_are_apart_from_the_default_one_and_no_more_urgent_unless_told(
         self, fake: FakeDriver, device: Device
     ) -> None:
         streams = [Stream(device), Stream(device, urgent=True)]
