@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from lmcache_core.cli.output import Column, add_json_option, print_json, print_note, print_table, visible
 from lmcache_core.errors import ConfigError, UsageError
 from lmcache_core.planning.forms import Engine, Link, Shape
-from lmcache_core.planning.measured import read_measured
+from lmcache_core.planning.measured import Measured, read_measured
 from lmcache_core.planning.plan import NamedLink, Plan, Row
 from lmcache_core.planning.plot import FORMATS, check_matplotlib, draw, pays
 from lmcache_core.planning.quantities import format_bandwidth, parse_bandwidth, parse_flops, parse_number
@@ -23,6 +23,7 @@ _T = TypeVar("_T")
 _LENGTHS = "1024,2048,4096,8192,16384,32768,65536,131072"
 _MOST = 24
 """Links, or lengths."""
+_FAR_OFF = 0.25
 _LONGEST = 10**9
 """Tokens."""
 
@@ -74,10 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     if arguments.measured is not None:
-        links += [
-            NamedLink(f"tier {each.tier}", each.link, each.concurrency)
-            for each in read_measured(Path(arguments.measured))
-        ]
+        tiers = read_measured(Path(arguments.measured), shape.kv_bytes(chunk_tokens))
+        links += [NamedLink(f"tier {each.tier}", each.link, each.concurrency) for each in tiers]
+        for each in tiers:
+            _doubt(each)
     options.distinct([each.name for each in links])
     plan = Plan(shape, engine, links, chunk_tokens, lengths)
     if arguments.json:
@@ -88,6 +89,18 @@ def run(arguments: argparse.Namespace) -> int:
         draw(plan, f"{_described(shape)}; {_computing(engine)}", plot)
         print_note(f"drawn to {plot}")
     return 0
+
+
+def _doubt(measured: Measured) -> None:
+    """Say how far a line through measurements is to be trusted, where that is not far."""
+    if measured.sizes == 1:
+        print_note(
+            f"tier {measured.tier}: measured with one size of chunks, which tells no latency; measure two or more"
+        )
+    elif measured.off > _FAR_OFF:
+        print_note(
+            f"tier {measured.tier}: its latency and bandwidth are up to {measured.off:.0%} off what was measured"
+        )
 
 
 class _Options:

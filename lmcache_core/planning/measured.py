@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +25,8 @@ class Measured(NamedTuple):
     """Chunks that were under way at once."""
     sizes: int
     """Of how many sizes; with one alone all its time went to the bytes."""
+    off: float
+    """The furthest that the line is off a measurement, as a part of that."""
 
 
 def fit(points: Iterable[tuple[float, float]]) -> Link:
@@ -56,9 +57,9 @@ def fit(points: Iterable[tuple[float, float]]) -> Link:
     return Link(1 / a_byte, latency)
 
 
-def read_measured(path: Path) -> list[Measured]:
+def read_measured(path: Path, nbytes: float) -> list[Measured]:
     """Every tier of the JSON that `lmcache-core bench tier --json` writes, as it is read: with as many chunks at once
-    as gave most.
+    as load chunks of `nbytes` fastest, by the lines through what was measured.
 
     Raises:
         ConfigError: It is no such file, or has no tier that was measured.
@@ -85,7 +86,7 @@ def read_measured(path: Path) -> list[Measured]:
             reads.setdefault(tier, {}).setdefault(concurrency, []).append(point)
     if not reads:
         raise ConfigError(f"{path} has no tier that was read; {advice}")
-    return [_best(tier, by_concurrency, path) for tier, by_concurrency in reads.items()]
+    return [_best(tier, by_concurrency, path, nbytes) for tier, by_concurrency in reads.items()]
 
 
 def _point(row: Mapping[str, Any], where: str, advice: str) -> tuple[str, int, tuple[float, float]]:
@@ -99,21 +100,17 @@ def _point(row: Mapping[str, Any], where: str, advice: str) -> tuple[str, int, t
     return tier, concurrency, (float(size), size / (float(rate) * _GB))  # type: ignore[arg-type]
 
 
-def _best(tier: str, by_concurrency: Mapping[int, list[tuple[float, float]]], path: Path) -> Measured:
-    """Of several concurrencies the one that loads the measured sizes fastest."""
-    most = max(len({n for n, _ in points}) for points in by_concurrency.values())
+def _best(tier: str, by_concurrency: Mapping[int, list[tuple[float, float]]], path: Path, nbytes: float) -> Measured:
+    """Of those concurrencies that were measured with most sizes."""
+    sizes = {concurrency: len({n for n, _ in points}) for concurrency, points in by_concurrency.items()}
     found: list[Measured] = []
     for concurrency, points in sorted(by_concurrency.items()):
-        sizes = len({n for n, _ in points})
-        if sizes < most:
+        if sizes[concurrency] < max(sizes.values()):
             continue
         try:
-            found.append(Measured(tier, fit(points), concurrency, sizes))
+            link = fit(points)
         except ConfigError as error:
             raise ConfigError(f"{path}: tier {tier!r}, {concurrency} at once: {error}") from None
-    typical = {m.concurrency: _mean_log_seconds(by_concurrency[m.concurrency]) for m in found}
-    return min(found, key=lambda m: typical[m.concurrency])
-
-
-def _mean_log_seconds(points: list[tuple[float, float]]) -> float:
-    return sum(math.log(t / n) for n, t in points) / len(points)
+        off = max(abs(link.seconds(n) / t - 1) for n, t in points)
+        found.append(Measured(tier, link, concurrency, sizes[concurrency], off))
+    return min(found, key=lambda each: each.link.seconds(nbytes))

@@ -114,6 +114,22 @@ def test_a_tier_as_measured(run: Run, model: Path, measured: Path) -> None:
     assert shown.lines[6].startswith("tier disk, 4 at once  ")
 
 
+def test_a_tier_that_was_measured_with_too_little_is_told(run: Run, model: Path, tmp_path: Path) -> None:
+    def told(*points: tuple[int, float]) -> str:
+        rows = [{"tier": "disk", "verb": "get", "size": n, "concurrency": 1, "gbs": n / t / 1e9} for n, t in points]
+        (tmp_path / "measured.json").write_text(json.dumps({"rows": rows}))
+        done = run("plan", "--model", model, "--measured", tmp_path / "measured.json", *H100, "--json")
+        assert done.code == 0
+        assert [each["name"] for each in done.json["links"]] == ["tier disk"]
+        return done.err
+
+    assert told((4096, 1e-3)) == (
+        "tier disk: measured with one size of chunks, which tells no latency; measure two or more\n"
+    )
+    assert told((1000, 1.0), (2000, 1.5), (3000, 2.0)) == ""
+    assert told((1000, 1.0), (1000, 3.0), (2000, 4.0)).startswith("tier disk: its latency and bandwidth are up to ")
+
+
 def test_fp8_loads_twice_as_fast(run: Run, model: Path) -> None:
     words = ("plan", "--model", model, "--bandwidth", "8Gbps", *H100, "--json")
     half = run(*words, "--kv-dtype", "fp8").json

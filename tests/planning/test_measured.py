@@ -63,17 +63,34 @@ def test_tiers_are_read_from_a_file_with_the_best_number_at_once(tmp_path: Path)
     rows += [row(size, 1e-4 + size / 3e9, concurrency=8) for size in SIZES[:2]]
     rows += [row(size, 1e-4 + size / 9e9, verb="put") for size in SIZES]
     rows += [row(size, 5e-3 + size / 2e9, tier="redis", concurrency=2) for size in SIZES]
-    disk, redis = read_measured(write(tmp_path, rows))
+    disk, redis = read_measured(write(tmp_path, rows), 8 << 20)
     assert (disk.tier, disk.concurrency, disk.sizes) == ("disk", 4, 3)
     assert disk.link.latency == pytest.approx(1e-3)
     assert disk.link.bandwidth == pytest.approx(4e9)
+    assert disk.off == pytest.approx(0, abs=1e-9)
     assert (redis.tier, redis.concurrency) == ("redis", 2)
     assert redis.link.latency == pytest.approx(5e-3)
 
 
+def test_how_many_at_once_are_best_depends_on_the_size(tmp_path: Path) -> None:
+    rows = [row(size, 1e-3 + size / 2e9) for size in SIZES]
+    rows += [row(size, 1e-4 + size / 1e9, concurrency=4) for size in SIZES]
+    file = write(tmp_path, rows)
+    assert read_measured(file, 100_000)[0].concurrency == 4  # 0.2 ms, not 1.05
+    assert read_measured(file, 10_000_000)[0].concurrency == 1  # 6 ms, not 10.1
+
+
+def test_how_far_a_line_is_off_is_told(tmp_path: Path) -> None:
+    rows = [row(1000, 1.0), row(1000, 3.0), row(1000, 3.0)]
+    (found,) = read_measured(write(tmp_path, rows), 1000)
+    # u = 1/t: what makes the parts that it is off smallest in squares is (1 + 1/9 + 1/9) / (1 + 1/3 + 1/3) a second
+    assert found.link.seconds(1000) == pytest.approx(15 / 11)
+    assert found.off == pytest.approx(1 - 15 / 33)
+
+
 def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
     rows = [row(size, 2e-3 + size / 1e9) for size in SIZES] + [row(1000, 1.0, tier="s3", gbs=None)]
-    assert [each.tier for each in read_measured(write(tmp_path, rows))] == ["disk"]
+    assert [each.tier for each in read_measured(write(tmp_path, rows), 1)] == ["disk"]
 
 
 @pytest.mark.parametrize(
@@ -95,19 +112,19 @@ def test_other_files_are_refused(tmp_path: Path, text: str, why: str) -> None:
     file = tmp_path / "measured.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match=why):
-        read_measured(file)
+        read_measured(file, 1)
 
 
 def test_a_file_that_is_not_there_or_too_large_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read_measured(tmp_path / "nowhere")
+        read_measured(tmp_path / "nowhere", 1)
     file = tmp_path / "large"
     with file.open("wb") as opened:
         opened.truncate((16 << 20) + 1)
     with pytest.raises(ConfigError, match="larger than such a file can be"):
-        read_measured(file)
+        read_measured(file, 1)
 
 
 def test_a_tier_without_a_bandwidth_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tier 'disk', 1 at once: larger chunks take no longer"):
-        read_measured(write(tmp_path, [row(1000, 1.0), row(2000, 0.9)]))
+        read_measured(write(tmp_path, [row(1000, 1.0), row(2000, 0.9)]), 1)

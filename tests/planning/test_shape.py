@@ -205,6 +205,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": MIXTURE | {"num_local_experts": 8, "moe_intermediate_size": None},
     "qwen2_moe": MIXTURE | {"num_experts": 8, "shared_expert_intermediate_size": 40, "head_dim": None},
     "qwen3_moe": MIXTURE | {"num_experts": 8, "mlp_only_layers": [1]},
+    "qwen3_moe, every third layer": MIXTURE | {"num_experts": 8, "decoder_sparse_step": 3},
     "gpt_oss": MIXTURE | {"num_local_experts": 8, "moe_intermediate_size": None},
     "deepseek_v3": DEEPSEEK | {"q_lora_rank": 20, "first_k_dense_replace": 1},
     "deepseek_v2": DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 2},
@@ -217,7 +218,7 @@ def test_weights_are_counted_as_the_model_has_them(kind: str, tmp_path: Path) ->
     torch = pytest.importorskip("torch", reason="needs torch")
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     given = {name: value for name, value in MODELS[kind].items() if value is not None}
-    config = transformers.AutoConfig.for_model(kind, **given)
+    config = transformers.AutoConfig.for_model(kind.partition(",")[0], **given)
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
