@@ -1,4 +1,4 @@
-"""A driver whose device is the host, built by g++ once a session."""
+"""The kernels on the host, and a driver whose device is the host, built by g++ once a session."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cuda.host import COMPILER, HERE, WITHOUT_COMPILER, build
+from tests.cuda.host import COMPILER, HERE, WITHOUT_COMPILER, HostKernels, build
 
 
 class Packed(ctypes.Structure):
@@ -77,6 +77,15 @@ class FakeDriver:
     def packed(self) -> Packed:
         packed: Packed = self._library.fake_packed().contents
         return packed
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    if COMPILER is None:
+        pytest.skip(WITHOUT_COMPILER)
+    library = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    build(library)
+    return HostKernels(library)
 
 
 @pytest.fixture(scope="session")

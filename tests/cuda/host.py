@@ -1,11 +1,15 @@
-"""The kernels, built for the host, and how they are checked. As a program: check a library's kernels on some seeds."""
+"""The kernels, built for the host, and how they are checked. As a program: check libraries."""
 
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -61,7 +65,27 @@ def check(kernels: HostKernels, one: Case, grid: tuple[int, int]) -> int:
     return call.width
 
 
+def verdict(library: Path, cases: list[Case]) -> int:
+    """How a process of its own ends that checks a library: a mistake in it may run for ever, or end the process. What
+    it says goes to a file beside the library."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        os.dup2(os.open(library.with_suffix(".err"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        signal.alarm(60)
+        kernels = HostKernels(library)
+        for place, one in enumerate(cases):
+            check(kernels, one, GRIDS[place % len(GRIDS)])
+        code = 0
+    except Exception:  # noqa: BLE001 - whatever it is, it goes to whoever reads the file
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    loaded = HostKernels(Path(sys.argv[1]))
-    for seed in map(int, sys.argv[2:]):
-        check(loaded, case(seed), GRIDS[seed % len(GRIDS)])
+    drawn = [case(seed) for seed in range(int(sys.argv[1]))]
+    print(json.dumps([verdict(Path(library), drawn) for library in sys.argv[2:]]))

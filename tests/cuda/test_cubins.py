@@ -159,7 +159,7 @@ cache, cubin = CubinCache(Path(sys.argv[1])), bytes(range(256)) * 4000
 print("ready", flush=True)
 sys.stdin.readline()
 seen = 0
-for _ in range(100):
+for _ in range(40):
     found = cache.get("sm_90", ["parts"])
     assert found in (None, cubin), "half an entry"
     seen += found is not None
@@ -180,5 +180,5 @@ def test_processes_that_write_the_same_entry_never_see_half_of_it(tmp_path: Path
     for writer in writers:
         out, err = writer.communicate(timeout=60)
         assert err == ""
-        assert int(out) >= 99
+        assert int(out) >= 39
     assert len(list(tmp_path.iterdir())) == 1

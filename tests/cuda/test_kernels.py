@@ -5,22 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 
-import pytest
-
 from lmcache_cuda.geometry import KvCopy
 from tests.cuda.engines import case
-from tests.cuda.host import COMPILER, GRIDS, WITHOUT_COMPILER, HostKernels, build, check
-
-pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
+from tests.cuda.host import GRIDS, HostKernels, check
 
 CASES = 600
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    library = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    build(library)
-    return HostKernels(library)
 
 
 def test_both_sides_agree_about_the_argument(kernels: HostKernels) -> None:

@@ -18,17 +18,8 @@ from lmcache_cuda.geometry import Payload, Planes, Units, arrange
 from lmcache_transfer.cpu import Layout
 from lmcache_transfer.layout import Plane, PlaneShape, describe
 from tests.cuda.engines import address
-from tests.cuda.host import COMPILER, WITHOUT_COMPILER, HostKernels, build
+from tests.cuda.host import HostKernels
 from tests.transfer.naive import Engine, block_tables, engines
-
-pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    library = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    build(library)
-    return HostKernels(library)
 
 
 @given(engine=engines(), layout=st.sampled_from(["native", "canonical"]), data=st.data())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -14,7 +16,6 @@ from tests.cuda.host import COMPILER, SOURCE, WITHOUT_COMPILER, build
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER), pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-SEEDS = 100
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"]
 
 PLANTS = {
@@ -58,52 +59,68 @@ SEEN_BY_SANITIZERS = {
 }
 
 
+class Verdict(NamedTuple):
+    code: int
+    """As processes end: 0 if all was well."""
+    told: str
+
+
 def planted(what: str, mistake: tuple[str, str]) -> str:
     source = SOURCE.read_text()
     assert mistake[0] in source, f"{what}: the kernels have changed; plant it anew"
     return source.replace(*mistake)
 
 
-def compare(library: Path, seeds: int, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.cuda.host", str(library), *map(str, range(seeds))]
+def verdicts(
+    place: Path, mistakes: dict[str, tuple[str, str]], *options: str, seeds: int, **environment: str
+) -> dict[str, Verdict]:
+    """What comes of the kernels with each of the mistakes, and without one."""
+    libraries = {what: place / f"{number}.so" for number, what in enumerate(["", *mistakes])}
+    for what, library in libraries.items():
+        # A mistake may leave something unused; that the compiler says so does not count.
+        build(library, "-w", *options, source=planted(what, mistakes[what]) if what else None)
+    command = [sys.executable, "-m", "tests.cuda.host", str(seeds), *map(str, libraries.values())]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "cuda")])
-    # A mistake may run for ever, or end the process.
-    return subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": paths, **environment}, capture_output=True, text=True, timeout=60
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths, **environment}, capture_output=True, text=True
     )
+    assert (done.returncode, done.stderr) == (0, "")
+    told = (library.with_suffix(".err").read_text() for library in libraries.values())
+    return dict(zip(libraries, map(Verdict, json.loads(done.stdout), told), strict=True))
 
 
-def sanitized(library: Path, seeds: int, source: str | None = None) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+    return verdicts(tmp_path_factory.mktemp("planted"), PLANTS, "-O0", seeds=100)
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
     assert COMPILER is not None
     found = subprocess.run([COMPILER, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     preload = found.stdout.strip()
     if not Path(preload).is_absolute():
         pytest.skip("libasan of g++ is missing")
-    build(library, "-w", *SANITIZE, source=source)
     # All that Python and numpy allocate has guards around it then; what they leak is not ours.
-    return compare(library, seeds, LD_PRELOAD=preload, ASAN_OPTIONS="detect_leaks=0")
+    place = tmp_path_factory.mktemp("sanitized")
+    environment = {"LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"}
+    return verdicts(place, SEEN_BY_SANITIZERS, *SANITIZE, seeds=100, **environment)
 
 
-def test_without_a_mistake_nothing_is_noticed(tmp_path: Path) -> None:
-    build(tmp_path / "kernels.so")
-    done = compare(tmp_path / "kernels.so", SEEDS)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_without_a_mistake_nothing_is_noticed(compared: dict[str, Verdict]) -> None:
+    assert compared[""] == (0, "")
 
 
 @pytest.mark.parametrize("what", PLANTS)
-def test_a_mistake_is_noticed(what: str, tmp_path: Path) -> None:
-    # A mistake may leave something unused; that the compiler says so does not count.
-    build(tmp_path / "kernels.so", "-w", source=planted(what, PLANTS[what]))
-    done = compare(tmp_path / "kernels.so", SEEDS)
-    assert (done.returncode == 1 and "Mismatched elements" in done.stderr) or done.returncode < 0, done.stderr[-2000:]
+def test_a_mistake_is_noticed(what: str, compared: dict[str, Verdict]) -> None:
+    code, told = compared[what]
+    assert (code == 1 and "Mismatched elements" in told) or code < 0, told
 
 
-def test_the_kernels_are_clean_under_sanitizers(tmp_path: Path) -> None:
-    done = sanitized(tmp_path / "kernels.so", SEEDS)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_the_kernels_are_clean_under_sanitizers(sanitized: dict[str, Verdict]) -> None:
+    assert sanitized[""] == (0, "")
 
 
 @pytest.mark.parametrize("what", SEEN_BY_SANITIZERS)
-def test_sanitizers_see_what_comparing_cannot(what: str, tmp_path: Path) -> None:
-    done = sanitized(tmp_path / "kernels.so", SEEDS, planted(what, SEEN_BY_SANITIZERS[what]))
-    assert "ERROR: AddressSanitizer" in done.stderr or "runtime error" in done.stderr
+def test_sanitizers_see_what_comparing_cannot(what: str, sanitized: dict[str, Verdict]) -> None:
+    assert "ERROR: AddressSanitizer" in sanitized[what].told or "runtime error" in sanitized[what].told
