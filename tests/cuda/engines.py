@@ -7,6 +7,7 @@ axes say which unit (block, or block and token) and whose others are inside a un
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,19 +61,23 @@ class Case:
             each[:] = before
         return result
 
-    def call(self, table: NDArray[np.uint64]) -> Call:
-        """What the kernel is told. `table` gets the planes' addresses."""
-        addresses = [address(view) for view in self.planes]
+    def call(self, table: NDArray[np.uint64], at: Callable[[NDArray[Any]], int] | None = None) -> Call:
+        """What the kernel is told. `table` gets the planes' addresses. `at` says where an array is, if not here."""
+        at = at or address
+        addresses = [address(view) + at(whole) - address(whole) for view, whole in self._owned()]
         table[: len(addresses)] = addresses
-        planes = Planes(address(table), len(addresses), Planes.alignment_of(addresses))
         return arrange(
             self.units,
             self.payload,
-            planes=planes,
-            chunk=address(self.chunk) + self.first,
-            numbers=address(self.numbers),
+            planes=Planes(at(table), len(addresses), Planes.alignment_of(addresses)),
+            chunk=at(self.chunk) + self.first,
+            numbers=at(self.numbers),
             count=len(self.numbers),
         )
+
+    def _owned(self) -> Iterator[tuple[Bytes, Bytes]]:
+        for view in self.planes:
+            yield view, next(whole for whole in self.memory if np.may_share_memory(view, whole))
 
 
 def address(array: NDArray[Any]) -> int:

@@ -274,43 +274,6 @@ class TestLaunching:
 
 
 class TestKernels:
-    def test_a_copy_as_an_engine_has_it(self, fake: FakeDriver, device: Device) -> None:
-        """Planes and numbers in the device's memory, gather on one stream, scatter behind it on another."""
-        kernels, one, other, done = Kernels(device, CUBIN), Stream(device), Stream(device), Event(device)
-        for seed in range(1000, 1040):
-            this = case(seed)
-            on_host = np.zeros(len(this.planes), np.uint64)
-            this.call(on_host)
-            table, numbers = Memory(device, on_host.nbytes), Memory(device, this.numbers.nbytes)
-            one.copy_all(
-                [
-                    Piece(table.handle, address(on_host), on_host.nbytes),
-                    Piece(numbers.handle, address(this.numbers), this.numbers.nbytes),
-                ]
-            )
-            call = this.call(np.zeros_like(on_host))
-            call.copy.planes, call.copy.units = table.handle, numbers.handle
-            chunk, memory = this.expected(gather=True)
-            kernels.gather(call, one, max_blocks=4)
-            one.record(done)
-            np.testing.assert_array_equal(this.chunk, chunk)
-            this.chunk[:] = this.chunk[::-1]
-            chunk, memory = this.expected(gather=False)
-            other.wait(done)
-            kernels.scatter(call, other, max_blocks=4)
-            np.testing.assert_array_equal(this.chunk, chunk)
-            for place, expected in zip(this.memory, memory, strict=True):
-                np.testing.assert_array_equal(place, expected)
-            table.close()
-            numbers.close()
-        launched = [line.split() for line in fake.log if line.startswith("launch")]
-        assert {(line[1].split("_")[1], int(line[4])) for line in launched} == {
-            ("gather", one.handle),
-            ("scatter", other.handle),
-        }
-        for each in (kernels, one, other, done):
-            each.close()
-
     def test_no_more_blocks_than_there_is_work_or_than_allowed(self, fake: FakeDriver, device: Device) -> None:
         kernels, stream, this = Kernels(device, CUBIN), Stream(device), case(0)
         call = this.call(np.zeros(len(this.planes), np.uint64))
