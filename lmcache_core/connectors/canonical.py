@@ -33,6 +33,7 @@ def canonical_refusals(
     attention: bool,
     multimodal: bool,
     drafts: bool,
+    adapters: bool,
     model: Mapping[str, Any],
 ) -> Iterator[str]:
     """Why an engine's KV cannot be shared with engines of other kinds.
@@ -46,6 +47,7 @@ def canonical_refusals(
         attention: Whether all layers attend to the whole prompt, with K and V of one size.
         multimodal: Whether prompts may hold more than text.
         drafts: Whether a second model has a part in the cache.
+        adapters: Whether LoRA adapters are known to the engine by their names alone.
         model: The checkpoint's configuration.
     """
     if kv_dtype not in DTYPES or kv_dtype != dtype:
@@ -62,6 +64,8 @@ def canonical_refusals(
         yield "a model of more than text, whose placeholders each engine names in its own way"
     if any(kind in json.dumps(model, default=str) for kind in MOVING_ROPES):
         yield "positions that are scaled by the longest prompt, which is each engine's own setting"
+    if adapters:
+        yield "LoRA adapters that the engine is started with, which it tells apart by their names"
     if drafts:
         yield "speculative decoding with a cache of its own"
 

@@ -17,6 +17,7 @@ FINE: dict[str, Any] = {
     "attention": True,
     "multimodal": False,
     "drafts": False,
+    "adapters": False,
     "model": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
 }
 SIZES: dict[str, Any] = {
@@ -48,6 +49,7 @@ def test_what_is_plain_is_shared() -> None:
         ({"multimodal": True}, "a model of more than text"),
         ({"model": {"rope_scaling": {"rope_type": "dynamic"}}}, "each engine's own setting"),
         ({"model": {"rope_parameters": {"type": "longrope"}}}, "each engine's own setting"),
+        ({"adapters": True}, "LoRA adapters that the engine is started with"),
         ({"drafts": True}, "speculative decoding"),
     ],
 )

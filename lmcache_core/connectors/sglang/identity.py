@@ -9,12 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lmcache_core.connectors.weights import checkpoint_digest, nobody_elses
+from lmcache_core.connectors.weights import adapter_digest, checkpoint_digest, nobody_elses
 from lmcache_core.errors import LayoutError
 from lmcache_core.keys import Field, digest_fields
 from lmcache_core.namespace import Encoding, Group, GroupKind, Namespace
 
-__all__ = ["LAYOUTS", "config_digest", "describe_pool", "describe_sidecar", "flat_order", "refusals", "weights_of"]
+__all__ = [
+    "LAYOUTS",
+    "adapters_of",
+    "config_digest",
+    "describe_pool",
+    "describe_sidecar",
+    "flat_order",
+    "refusals",
+    "weights_of",
+]
 
 HEADS = ("MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost")
 LATENT = ("MLATokenToKVPoolHost",)
@@ -186,7 +195,11 @@ def weights_of(arguments: Any, weights_id: str = "") -> str:
 
 def config_digest(arguments: Any) -> str:
     """Digest of the settings that change numbers, besides those in the checkpoint's files. How attention is computed
-    isn't one."""
+    isn't one.
+
+    Raises:
+        LayoutError: A LoRA adapter cannot be read.
+    """
     names = (
         "dtype",
         "kv_cache_dtype",
@@ -196,4 +209,27 @@ def config_digest(arguments: Any) -> str:
         "context_length",
     )
     fields = {name: str(getattr(arguments, name, None)) for name in names}
+    fields |= {f"adapter {name}": digest for name, digest in adapters_of(arguments).items()}
     return digest_fields("lmcache-core sglang config 1", dict(fields)).hex()
+
+
+def adapters_of(arguments: Any) -> dict[str, str]:
+    """Digests of the LoRA adapters that SGLang is started with, by name: in its hashes they are known by name and path
+    alone. Those that are loaded later have an id that no other has.
+
+    Raises:
+        LayoutError: One cannot be read.
+    """
+    found = {}
+    paths = getattr(arguments, "lora_paths", None) or ()
+    for each in paths.items() if isinstance(paths, dict) else paths:
+        if isinstance(each, str):
+            name, _, path = each.rpartition("=")
+        elif isinstance(each, tuple):
+            name, path = each
+        elif isinstance(each, dict):
+            name, path = each.get("lora_name"), each.get("lora_path")
+        else:
+            name, path = getattr(each, "lora_name", ""), getattr(each, "lora_path", None)
+        found[str(name or path)] = adapter_digest(str(path))
+    return found

@@ -95,6 +95,7 @@ def not_shared(storage: Any, pool: Any, arguments: Any, *, sidecars: bool) -> It
         attention=heads and not sidecars,
         multimodal=bool(getattr(arguments, "enable_multimodal", False)),
         drafts=bool(getattr(arguments, "speculative_algorithm", None)),
+        adapters=bool(getattr(arguments, "lora_paths", None)),
         model=checkpoint_config(str(arguments.model_path), getattr(arguments, "revision", None)),
     )
 

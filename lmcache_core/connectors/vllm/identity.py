@@ -207,6 +207,7 @@ def not_shared(vllm_config: Any, specs: Sequence[GroupSpec]) -> Iterator[str]:
         and not getattr(spec, "sliding_window", None),
         multimodal=bool(getattr(model, "is_multimodal_model", False)),
         drafts=False,  # those are refused whatever the layout
+        adapters=False,  # their content is in the keys
         model=(getattr(model, "hf_text_config", None) or model.hf_config).to_dict(),
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lmcache_core.connectors.sglang.identity import (
+    adapters_of,
     config_digest,
     describe_pool,
     describe_sidecar,
@@ -175,6 +176,30 @@ def test_settings_that_change_numbers() -> None:
         ("context_length", 4096),
     ):
         assert config_digest(SimpleNamespace(**vars(plain) | {name: value})) != config_digest(plain)
+
+
+def test_an_adapter_is_known_by_its_content_and_not_by_its_name_alone(tmp_path: Path) -> None:
+    """However SGLang's arguments name it."""
+    place = tmp_path / "adapter"
+    place.mkdir()
+
+    def written(content: bytes) -> str:
+        (place / "adapter_model.safetensors").write_bytes(content)
+        return config_digest(SimpleNamespace(lora_paths=[f"a={place}"]))
+
+    one = written(b"1" * 100)
+    assert one != config_digest(SimpleNamespace(lora_paths=None))
+    for same in (
+        {"a": str(place)},
+        [{"lora_name": "a", "lora_path": str(place)}],
+        [SimpleNamespace(lora_name="a", lora_path=str(place))],
+    ):
+        assert config_digest(SimpleNamespace(lora_paths=same)) == one
+    assert config_digest(SimpleNamespace(lora_paths=[f"b={place}"])) != one
+    assert list(adapters_of(SimpleNamespace(lora_paths=[str(place)]))) == [str(place)]
+    assert written(b"2" * 100) != one
+    with pytest.raises(LayoutError):
+        config_digest(SimpleNamespace(lora_paths=["a=/gone"]))
 
 
 class MambaHost(SimpleNamespace):

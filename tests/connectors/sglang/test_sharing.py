@@ -137,6 +137,7 @@ def test_what_is_plain_is_shared() -> None:
         ({"quantization": "fp8"}, "weights quantized by fp8"),
         ({"json_model_override_args": '{"rope_theta": 1}'}, "overridden by the engine's arguments"),
         ({"enable_multimodal": True}, "more than text"),
+        ({"lora_paths": ["a=/adapters/a"]}, "LoRA adapters"),
         ({"speculative_algorithm": "EAGLE"}, "speculative decoding"),
     ],
 )
