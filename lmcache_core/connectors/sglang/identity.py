@@ -221,7 +221,9 @@ def adapters_of(arguments: Any) -> dict[str, str]:
         LayoutError: One cannot be read.
     """
     found = {}
-    paths = getattr(arguments, "lora_paths", None) or ()
+    paths: Any = getattr(arguments, "lora_paths", None) or ()
+    name: Any
+    path: Any
     for each in paths.items() if isinstance(paths, dict) else paths:
         if isinstance(each, str):
             name, _, path = each.rpartition("=")
