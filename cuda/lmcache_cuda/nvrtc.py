@@ -36,6 +36,9 @@ class Nvrtc:
             self._library = ctypes.CDLL(library)
             major, minor = ctypes.c_int(), ctypes.c_int()
             self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+            # That of CUDA 13's wheel does not look beside itself for its other half; one that is loaded it finds.
+            builtins = Path(library).with_name(f"libnvrtc-builtins.so.{major.value}.{minor.value}")
+            self._builtins = ctypes.CDLL(str(builtins)) if os.sep in library and builtins.exists() else None
         except (OSError, AttributeError) as failure:
             raise UnavailableError(f"the compiler {library} cannot be loaded: {failure}") from failure
         self.version = (major.value, minor.value)

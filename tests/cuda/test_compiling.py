@@ -160,6 +160,19 @@ class TestFinding:
         good = make(major=12)
         assert find_compiler((9, 0))[0].path == good
 
+    def test_its_other_half_is_loaded_from_beside_it(self, make: Make, tmp_path: Path) -> None:
+        library, half = make(), tmp_path / "libnvrtc-builtins.so.12.9"
+        shutil.copy(library, half)
+        assert str(half) not in Path("/proc/self/maps").read_text()
+        assert find_compiler((9, 0))[0].path == library
+        assert str(half) in Path("/proc/self/maps").read_text()
+
+    def test_its_other_half_is_damaged(self, make: Make, tmp_path: Path) -> None:
+        make()
+        (tmp_path / "libnvrtc-builtins.so.12.9").write_bytes(b"nothing")
+        with pytest.raises(UnavailableError, match=r"libnvrtc-0.so.12 cannot be loaded"):
+            find_compiler((9, 0))
+
     def test_where_they_are_looked_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """In the wheels of two CUDAs, and in a toolkit; what ends otherwise is left alone."""
         for name in (
