@@ -119,6 +119,7 @@ class World:
 
     def settle(self) -> None:
         """Let reads and writes end."""
+        self.client.stats()  # over a socket what was sent before has come when this is answered
         assert DirectClient(self.node).flush(20)
 
     def forget(self, *places: str) -> None:
