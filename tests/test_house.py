@@ -59,6 +59,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_four_pure_python_packages(wheel: Path) -> None:
     assert wheel.name == f"lmcache_core-{lmcache_core.__version__}-py3-none-any.whl"
     names = zipfile.ZipFile(wheel).namelist()
+    assert "lmcache_cuda/kernels.cu" in names
     assert sorted({name.split("/")[0] for name in names if ".dist-info/" not in name}) == PACKAGES
     assert [name for name in names if name.endswith(".py") and name.count("/") == 0] == []
     assert [f"{package}/py.typed" for package in PACKAGES if f"{package}/py.typed" not in names] == []
