@@ -36,6 +36,9 @@ BATCH = 128
 PAGE = 64
 LAYERS, HEADS, DIM = 32, 8, 128
 SMALL_PAGES, SMALL_CHUNK = 100_000, 128
+_FILLED = 1 << 24
+_SAMPLE = 1021
+"""Of so many numbers one is looked at."""
 
 
 def keys_of(seed: int, pages: int) -> list[str]:
@@ -75,9 +78,32 @@ def make_pool(pages: int, page: int, layers: int, heads: int, dim: int, layout: 
         end_layer=layers,
         host_token_capacity=pages * page,
     )
-    flat = pool.kv_buffer.view(torch.int16).flatten()
-    flat.copy_(torch.arange(len(flat), dtype=torch.int32).to(torch.int16))
+    fill(pool)
     return pool, pool.alloc(pages * page)
+
+
+def fill(pool: Any) -> None:
+    """Give each number of a pool one that follows from its place."""
+    import torch
+
+    bits = pool.kv_buffer.view(torch.int16).view(-1)
+    for start in range(0, len(bits), _FILLED):
+        end = min(start + _FILLED, len(bits))
+        bits[start:end] = torch.arange(start, end).to(torch.int16)
+
+
+def read(pool: Any, get: Callable[[], None]) -> float:
+    """Seconds that a read into an empty pool takes, after which each page must be what it was."""
+    import torch
+
+    bits = pool.kv_buffer.view(torch.int16).view(-1)
+    bits.zero_()
+    took = seconds(get)
+    found = bits[::_SAMPLE]
+    assert bool((found == torch.arange(0, len(bits), _SAMPLE).to(torch.int16)).all()), (
+        "what came is not what was stored"
+    )
+    return took
 
 
 def backend(kind: str, pool: Any, folder: Path, cache: dict[str, Any] | None = None) -> Any:
@@ -209,8 +235,6 @@ class Copies:
 
 def large(folder: Path, pages: int, rounds: int, say: Callable[[str], None]) -> list[Row]:
     """Rows `sglang.*` of pages of 8 MiB."""
-    import torch
-
     pool, places = make_pool(pages, PAGE, LAYERS, HEADS, DIM, "page_first")
     nbytes = pool.kv_buffer.nbytes
     (folder / "files").mkdir()
@@ -219,28 +243,25 @@ def large(folder: Path, pages: int, rounds: int, say: Callable[[str], None]) -> 
     copies = Copies(nbytes, nbytes // pages // 2)
     ours = Ours(pool, places, folder, nbytes + (nbytes >> 3) + (256 << 20), 256, disk=True)
     files = Files(pool, places, folder / "files")
-    bits = pool.kv_buffer.view(torch.int16)  # as numbers some are no numbers
-    before = bits[:, : 8 * PAGE].clone()
     for number in range(rounds + 1):
         keys = keys_of(number, pages)
         now: dict[str, float] = {}
         limits.append(seconds(copies.copy))
         now["sglang.set.cpu"] = seconds(lambda keys=keys: ours.set(keys))  # type: ignore[misc]
-        now["sglang.get.cpu"] = seconds(lambda keys=keys: ours.get(keys))  # type: ignore[misc]
+        now["sglang.get.cpu"] = read(pool, lambda keys=keys: ours.get(keys))  # type: ignore[misc]
         now["sglang.set.disk"] = now["sglang.set.cpu"] + seconds(ours.flush)
         ours.clear("cpu")
-        now["sglang.get.disk"] = seconds(lambda keys=keys: ours.get(keys))  # type: ignore[misc]
+        now["sglang.get.disk"] = read(pool, lambda keys=keys: ours.get(keys))  # type: ignore[misc]
         ours.clear()
         now["sglang.file.set"] = seconds(lambda keys=keys: files.set(keys))  # type: ignore[misc]
-        now["sglang.file.get"] = seconds(lambda keys=keys: files.get(keys))  # type: ignore[misc]
+        now["sglang.file.get"] = read(pool, lambda keys=keys: files.get(keys))  # type: ignore[misc]
         files.cool()
-        now["sglang.file.get_cold"] = seconds(lambda keys=keys: files.get(keys))  # type: ignore[misc]
+        now["sglang.file.get_cold"] = read(pool, lambda keys=keys: files.get(keys))  # type: ignore[misc]
         files.clear()
         say(f"round {number}: " + ", ".join(f"{name} {nbytes / GB / each:.2f} GB/s" for name, each in now.items()))
         if number:  # in the first, memory and files are touched for the first time
             for name, each in now.items():
                 took[name].append(each)
-    assert bool((bits[:, : 8 * PAGE] == before).all()), "what came back is not what was stored"
     ours.backend.close()
     return [rate(name, nbytes, each, limits[1:]) for name, each in took.items()]
 

@@ -167,6 +167,8 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if self._shared:
             for reason in sharing.not_shared(storage, pool, place.arguments, sidecars=False):
                 raise LayoutError(f"layout: canonical cannot be had of this engine: {reason}")
+            if not (storage.extra_config or {}).get("interface_v1"):
+                raise LayoutError('layout: canonical needs "interface_v1": 1 in the extra configuration')
             self._pages = sharing.SharedPages(pool)
             self._namespace = sharing.describe_shared(pool, weights=weights, model_name=name)
         else:
