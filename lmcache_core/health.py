@@ -142,7 +142,10 @@ class TierHealth:
         self._last_success = asyncio.get_running_loop().time()
 
     def failed(self, error: Exception, what: str) -> None:
-        """Note a failure of the backend; enough of them in a row open the breaker."""
+        """Note a failure of the backend; enough of them in a row open the breaker. What was given up because it is open
+        is no reason of its own."""
+        if self._breaker.open:
+            return
         self._note(error, what)
         if self._breaker.failed():
             self._down()

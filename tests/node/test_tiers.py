@@ -130,6 +130,7 @@ def test_what_can_be_aborted_does_not_keep_a_tier_from_being_opened_again() -> N
         assert retrieve(cache, "abcd") == 0
         until(lambda: counted(cache, "opened_breakers", "t0") == 1)
         assert written.wait(10) is False
+        assert counted(cache, "failed_writes", "t0") == 1
         slow.hang("touch")  # what is called from now on is well; nothing is let go
         until(lambda: cache.stats().tiers[0].up)
         assert slow.hanging == 0
