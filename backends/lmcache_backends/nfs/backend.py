@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from lmcache_backends.nfs.errors import NOT_PERMITTED, failed
 from lmcache_backends.nfs.manifests import read_manifests, write_manifest
-from lmcache_backends.nfs.options import NfsOptions
+from lmcache_backends.nfs.moving import Mover, PlainMover
+from lmcache_backends.nfs.options import NfsOptions, Settings
 from lmcache_backends.nfs.session import Session
 from lmcache_backends.nfs.tally import Tally
+from lmcache_core.errors import BackendError
 from lmcache_core.openings import Openings
 from lmcache_core.protocols import Chunk, ChunkKey, Listed, ReadResult, WriteResult
 
-__all__ = ["NfsBackend"]
+__all__ = ["FilesBackend", "NfsBackend"]
 
 _REMEMBERED = 1 << 16
 _DIRECTORIES = 64
@@ -23,18 +25,20 @@ _MOST_TOUCHES = 2048
 """Chunks touched in one call: each costs a round trip. The most recently used come first."""
 
 
-class NfsBackend:
-    """Chunks as files of a directory that all hosts share, each written as a whole and renamed to its place.
+class FilesBackend:
+    """Chunks as files of a directory that hosts may share, each written as a whole and renamed to its place. What moves
+    the bytes is given.
 
     Not `Abortable`: a call to a server that does not answer cannot be taken back. Its threads are nobody else's.
     """
 
     costly_probes = True
 
-    def __init__(self, options: NfsOptions) -> None:
+    def __init__(self, options: Settings, mover: Callable[[], Mover]) -> None:
+        """`mover` is called on a thread at each opening, and may raise what `open` may."""
         self._options = options
         self._tally = Tally()
-        self._sessions = Openings("nfs", lambda: Session(options, self._tally))
+        self._sessions = Openings(options.name, lambda: Session(options, self._tally, mover))
         self._used: OrderedDict[ChunkKey, float] = OrderedDict()
         """When this host last wrote or touched a chunk."""
 
@@ -104,7 +108,7 @@ class NfsBackend:
             write_manifest(session.root, session.maker, space, manifest)
         except OSError as error:
             if error.errno not in NOT_PERMITTED:
-                raise failed(error, f"{self._options.directory()}/manifests") from error
+                raise self._failed(error) from error
             self._tally.add("not_permitted")  # it is for people, and no reason not to read what is there
 
     async def manifests(self) -> dict[bytes, bytes]:
@@ -116,7 +120,11 @@ class NfsBackend:
         try:
             return read_manifests(session.root)
         except OSError as error:
-            raise failed(error, f"{self._options.directory()}/manifests", reading=True) from error
+            raise self._failed(error, reading=True) from error
+
+    def _failed(self, error: OSError, *, reading: bool = False) -> BackendError:
+        options = self._options
+        return failed(error, f"{options.directory()}/manifests", reading=reading, name=options.name)
 
     def counters(self) -> Mapping[str, int]:
         """Makes this a `CountsEvents`."""
@@ -134,3 +142,10 @@ class NfsBackend:
         """Keys for each of the threads: every one costs a round trip."""
         each = -(-len(keys) // self._options.threads) or 1
         return [keys[start : start + each] for start in range(0, len(keys), each)]
+
+
+class NfsBackend(FilesBackend):
+    """A directory of a file system that hosts share, by plain reads and writes."""
+
+    def __init__(self, options: NfsOptions) -> None:
+        super().__init__(options, PlainMover)

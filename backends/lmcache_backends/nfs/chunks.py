@@ -14,17 +14,21 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from lmcache_backends.nfs.directory import FILE_MODE, is_removed, make_below, names_below
 from lmcache_backends.nfs.errors import FULL, NOT_PERMITTED, failed
+from lmcache_backends.nfs.moving import Mover
 from lmcache_backends.nfs.naming import Maker, is_chunk, is_shard, is_space
-from lmcache_backends.nfs.options import NfsOptions
+from lmcache_backends.nfs.options import Settings
 from lmcache_backends.nfs.tally import Tally
 from lmcache_core.names import object_name, parse_object_name
 from lmcache_core.protocols import Chunk, ChunkKey, Listed, ReadResult, WriteResult
 
 __all__ = ["ChunkFiles"]
+
+R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +49,10 @@ class ChunkFiles:
     """The chunks below an open directory. All methods may be called from many threads at once, and raise
     `BackendError`."""
 
-    def __init__(self, root: int, options: NfsOptions, tally: Tally, maker: Maker) -> None:
+    def __init__(self, root: int, options: Settings, tally: Tally, maker: Maker, mover: Mover) -> None:
         self._root = root
+        self._name = options.name
+        self._mover = mover
         self._path = options.directory()
         self._fsync = options.fsync
         self._always = options.direct == "always"
@@ -81,22 +87,37 @@ class ChunkFiles:
             error: OSError = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         except OSError as raised:
             error = raised
-        raise failed(error, self._path) from error
+        raise failed(error, self._path, name=self._name) from error
 
     def read(self, key: ChunkKey, into: memoryview) -> ReadResult:
         """Fill `into` with one value of the key, if one of this size is there."""
-        found = self._read(object_name(key), into, shorter=False)
+        found = self._read(key, into, shorter=False)
         return found if isinstance(found, ReadResult) else ReadResult.HIT
 
     def read_any(self, key: ChunkKey, into: memoryview) -> int | ReadResult:
         """Put one value of the key at the start of `into`, and return its size, if that is no larger."""
-        return self._read(object_name(key), into, shorter=True)
+        return self._read(key, into, shorter=True)
 
-    def _read(self, name: str, into: memoryview, *, shorter: bool) -> int | ReadResult:
-        found: int | ReadResult = ReadResult.MISS
+    def _read(self, key: ChunkKey, into: memoryview, *, shorter: bool) -> int | ReadResult:
+        def fill(fd: int, size: int) -> int | ReadResult:
+            if not 0 < size <= into.nbytes or (size < into.nbytes and not shorter):
+                return ReadResult.CORRUPT
+            return size if self._mover.read(fd, into[:size]) else ReadResult.CORRUPT
+
+        found = self.visit(key, fill, into.nbytes)
+        if not isinstance(found, ReadResult):
+            self._tally.add("bytes_read", found)
+        return found
+
+    def visit(self, key: ChunkKey, look: Callable[[int, int], R], nbytes: int) -> R | ReadResult:
+        """What `look` makes of the open file of a key and its size, or MISS if there is none. It is asked again where
+        the file was changed by another host meanwhile. `nbytes` is what will be read at a time: of whole pages, the
+        file is opened to go past the page cache."""
+        name = object_name(key)
+        found: R | ReadResult = ReadResult.MISS
         for attempt in range(ATTEMPTS):
             try:
-                found = self._read_once(name, into, shorter)
+                found = self._visit_once(name, look, nbytes)
             except FileNotFoundError:
                 return ReadResult.MISS
             except OSError as error:
@@ -109,31 +130,13 @@ class ChunkFiles:
             # A name may show the new file and still the old one's size; the second look is at what the server says.
             if found is not ReadResult.CORRUPT or attempt:
                 break
-        if not isinstance(found, ReadResult):
-            self._tally.add("bytes_read", found)
         return found
 
-    def _read_once(self, name: str, into: memoryview, shorter: bool) -> int | ReadResult:
-        fd = os.open(name, os.O_RDONLY | _SAFE | self._flag(into), dir_fd=self._root)
+    def _visit_once(self, name: str, look: Callable[[int, int], R], nbytes: int) -> R | ReadResult:
+        fd = os.open(name, os.O_RDONLY | _SAFE | self._flag(nbytes), dir_fd=self._root)
         try:
             status = os.fstat(fd)
-            size = status.st_size
-            if not stat.S_ISREG(status.st_mode):
-                return ReadResult.MISS
-            if not 0 < size <= into.nbytes or (size < into.nbytes and not shorter):
-                return ReadResult.CORRUPT
-            done = 0
-            while done < size:
-                try:
-                    count = os.preadv(fd, [into[done:]], done)
-                except OSError as error:
-                    if error.errno == errno.EINVAL and done:
-                        return ReadResult.CORRUPT  # past the end of a file that was cut, O_DIRECT has no answer
-                    raise
-                if not count:
-                    return ReadResult.CORRUPT
-                done += count
-            return size if done == size else ReadResult.CORRUPT
+            return look(fd, status.st_size) if stat.S_ISREG(status.st_mode) else ReadResult.MISS
         finally:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -149,7 +152,7 @@ class ChunkFiles:
                 if is_shard(shard)
             ]
         except OSError as error:
-            raise failed(error, self._path, reading=True) from error
+            raise failed(error, self._path, reading=True, name=self._name) from error
 
     def listed(self, directory: str) -> list[Listed]:
         """The chunks in one of them, with their sizes."""
@@ -168,21 +171,25 @@ class ChunkFiles:
 
     def write(self, chunk: Chunk) -> WriteResult:
         """Put a value in the place of the key's, or of none."""
-        name = object_name(chunk.key)
+        return self.put(chunk.key, lambda fd: self._mover.write(fd, chunk.data), chunk.data.nbytes)
+
+    def put(self, key: ChunkKey, fill: Callable[[int], None], nbytes: int) -> WriteResult:
+        """Put a file in the place of the key's, or of none, once `fill` has written all of it, which is `nbytes`."""
+        name = object_name(key)
         try:
-            self._write(name, chunk.data)
+            self._put(name, fill, nbytes)
         except OSError as error:
             if error.errno not in FULL:
                 raise self._failed(error, name) from error
             self._tell_full(error)
             return WriteResult.FULL
-        self._tally.add("bytes_written", chunk.data.nbytes)
+        self._tally.add("bytes_written", nbytes)
         return WriteResult.STORED
 
-    def _write(self, name: str, data: memoryview) -> None:
+    def _put(self, name: str, fill: Callable[[int], None], nbytes: int) -> None:
         for attempt in range(ATTEMPTS):
             try:
-                return self._write_once(name, data)
+                return self._put_once(name, fill, nbytes)
             except OSError as error:
                 if not self._again(error, attempt):
                     raise
@@ -193,15 +200,13 @@ class ChunkFiles:
                     time.sleep(PAUSES[attempt])
         return None
 
-    def _write_once(self, name: str, data: memoryview) -> None:
+    def _put_once(self, name: str, fill: Callable[[int], None], nbytes: int) -> None:
         temporary = self._maker.temporary(name)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE | self._flag(data)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE | self._flag(nbytes)
         try:
             fd = os.open(temporary, flags, FILE_MODE, dir_fd=self._root)
             try:
-                done = 0
-                while done < data.nbytes:
-                    done += os.pwritev(fd, [data[done:]], done)
+                fill(fd)
                 if self._fsync:
                     os.fsync(fd)
             except BaseException:  # whatever it was, the descriptor must not stay open
@@ -210,7 +215,7 @@ class ChunkFiles:
                 raise
             os.close(fd)  # only now some file systems say that there is no room
             os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
-        except OSError:
+        except BaseException:
             # Also if it could not be opened: that may leave an empty file behind.
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=self._root)
@@ -248,8 +253,8 @@ class ChunkFiles:
             else:
                 self._tally.add("touches")
 
-    def _flag(self, data: memoryview) -> int:
-        return os.O_DIRECT if self._direct and data.nbytes % _ALIGN == 0 else 0
+    def _flag(self, nbytes: int) -> int:
+        return os.O_DIRECT if self._direct and nbytes % _ALIGN == 0 else 0
 
     def _again(self, error: OSError, attempt: int) -> bool:
         """Whether to open once more after `error`."""
@@ -273,7 +278,8 @@ class ChunkFiles:
             if tell:
                 self._told = time.monotonic()
         if tell:
-            _log.warning("%s; chunks are not stored there until there is room", failed(error, self._path))
+            told = failed(error, self._path, name=self._name)
+            _log.warning("%s; chunks are not stored there until there is room", told)
 
     def _failed(self, error: OSError, name: str, *, reading: bool = False) -> Exception:
-        return failed(error, os.path.join(self._path, name), reading=reading)
+        return failed(error, os.path.join(self._path, name), reading=reading, name=self._name)

@@ -23,7 +23,7 @@ DIRECTORY_MODE, FILE_MODE = 0o770, 0o660
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-def open_root(path: str, must_be_mounted: bool) -> int:
+def open_root(path: str, must_be_mounted: bool, name: str = "nfs") -> int:
     """Open the directory, and make it if it is missing. Raises `OSError`, `BackendError` if it is not on a shared file
     system now, and `InvalidSetting` if it can never be a directory."""
     missing: list[str] = []
@@ -36,20 +36,20 @@ def open_root(path: str, must_be_mounted: bool) -> int:
             missing.append(os.path.basename(at))
             at = os.path.dirname(at)
         except NotADirectoryError:
-            problem = f"nfs: path {path} leads to or through a file; write a directory, or remove that file"
+            problem = f"{name}: path {path} leads to or through a file; write a directory, or remove that file"
             raise InvalidSetting(("path",), problem) from None
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
-                problem = f"nfs: path {path} is too long for a file system; write a shorter one"
+                problem = f"{name}: path {path} is too long for a file system; write a shorter one"
                 raise InvalidSetting(("path",), problem) from None
             raise
     try:
         if must_be_mounted:
-            _check_mount(path, fd)
-        for name in reversed(missing):
+            _check_mount(path, fd, name)
+        for part in reversed(missing):
             with contextlib.suppress(FileExistsError):  # another host was faster
-                os.mkdir(name, DIRECTORY_MODE, dir_fd=fd)
-            below = os.open(name, _OPEN, dir_fd=fd)
+                os.mkdir(part, DIRECTORY_MODE, dir_fd=fd)
+            below = os.open(part, _OPEN, dir_fd=fd)
             os.close(fd)
             fd = below
     except BaseException:  # whatever it was, the descriptor must not stay open
@@ -58,13 +58,13 @@ def open_root(path: str, must_be_mounted: bool) -> int:
     return fd
 
 
-def _check_mount(path: str, fd: int) -> None:
+def _check_mount(path: str, fd: int, name: str) -> None:
     mount = mount_of(fd)
     if mount is not None and is_of_one_machine(mount):
         raise BackendError(
-            f"nfs: {path}: nothing shared is mounted there; it is on {mount.kind}, which is mounted at {mount.point} "
-            "and which no other host sees. Mount the shared file system, the tier tries again by itself; to use a "
-            "local directory all the same, set `must_be_mounted: false`"
+            f"{name}: {path}: nothing shared is mounted there; it is on {mount.kind}, which is mounted at "
+            f"{mount.point} and which no other host sees. Mount the shared file system, the tier tries again by itself; "
+            "to use a local directory all the same, set `must_be_mounted: false`"
         )
 
 

@@ -51,9 +51,9 @@ _ADVICE = {
 _READABLE = "let this user read there: run all engines as one user, or as one group with umask 027"
 
 
-def failed(error: OSError, path: str, *, reading: bool = False) -> BackendError:
-    """The error to raise for `error`, met while working on `path`."""
+def failed(error: OSError, path: str, *, reading: bool = False, name: str = "nfs") -> BackendError:
+    """The error to raise for `error`, met by the backend `name` while working on `path`."""
     advice = _ADVICE.get(error.errno or 0, "look in dmesg, or choose another path")
     if reading and error.errno in (errno.EACCES, errno.EPERM):
         advice = _READABLE
-    return BackendError(f"nfs: {path}: {error.strerror or error}; {advice}")
+    return BackendError(f"{name}: {path}: {error.strerror or error}; {advice}")

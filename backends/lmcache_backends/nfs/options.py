@@ -3,14 +3,51 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Protocol
 
 import msgspec
 
 from lmcache_core.config import InvalidSetting
 from lmcache_core.units import ByteSize, Duration
 
-__all__ = ["NfsOptions"]
+__all__ = ["NfsOptions", "Settings"]
+
+
+class Settings(Protocol):
+    """What all of this package needs to know, whichever backend is made of it."""
+
+    @property
+    def name(self) -> str:
+        """Name of the backend, for errors and threads."""
+        ...
+
+    @property
+    def capacity(self) -> int | None: ...
+
+    @property
+    def ttl(self) -> float | None: ...
+
+    @property
+    def sweep_interval(self) -> float: ...
+
+    @property
+    def touch_interval(self) -> float: ...
+
+    @property
+    def fsync(self) -> bool: ...
+
+    @property
+    def direct(self) -> Literal["auto", "always", "never"]: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def must_be_mounted(self) -> bool: ...
+
+    def directory(self) -> str:
+        """The path, absolute."""
+        ...
 
 
 class NfsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,6 +56,8 @@ class NfsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Raises:
         InvalidSetting: One of them cannot work; the message says what to write.
     """
+
+    name: ClassVar[str] = "nfs"
 
     path: str
     """Directory for the cache on a shared file system, the same one for all hosts. Made if it is not there."""

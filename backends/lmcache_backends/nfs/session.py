@@ -18,8 +18,9 @@ from lmcache_backends.nfs.chunks import ChunkFiles
 from lmcache_backends.nfs.directory import open_root
 from lmcache_backends.nfs.errors import failed
 from lmcache_backends.nfs.leases import Leases
+from lmcache_backends.nfs.moving import Mover
 from lmcache_backends.nfs.naming import Maker
-from lmcache_backends.nfs.options import NfsOptions
+from lmcache_backends.nfs.options import Settings
 from lmcache_backends.nfs.sweep import Rules, Sweeper
 from lmcache_backends.nfs.tally import Tally
 from lmcache_core.errors import ClosedError
@@ -45,13 +46,16 @@ TIDY = 86400.0
 class Session:
     """All methods run on the event loop, but for those that say so."""
 
-    def __init__(self, options: NfsOptions, tally: Tally) -> None:
+    def __init__(self, options: Settings, tally: Tally, mover: Callable[[], Mover]) -> None:
+        """`mover` makes what moves bytes; it is called on a thread and may raise what `open` may."""
         self._options = options
+        self._name = options.name
+        self._mover = mover
         self._tally = tally
         self._path = options.directory()
         self._maker = Maker()
-        self._threads = IoThreads("nfs", options.threads)
-        self._sweeping = IoThreads("nfs-sweep", 1)
+        self._threads = IoThreads(self._name, options.threads)
+        self._sweeping = IoThreads(f"{self._name}-sweep", 1)
         self._calls: set[asyncio.Future[Any]] = set()
         self._counting = threading.Lock()
         self._running = 0
@@ -77,7 +81,7 @@ class Session:
     def chunks(self) -> ChunkFiles:
         """The chunks there."""
         if self._chunks is None:
-            raise ClosedError("nfs: the backend is not open")
+            raise ClosedError(f"{self._name}: the backend is not open")
         return self._chunks
 
     async def open(self) -> None:
@@ -90,15 +94,16 @@ class Session:
         if rules.capacity is None and rules.ttl is None:
             rules = Rules(None, None, TIDY)
         leases = Leases(self._root, self._maker.name, self._tally)
-        self._sweeper = Sweeper(self._root, self._path, rules, leases, self._tally)
+        self._sweeper = Sweeper(self._root, self._path, rules, leases, self._tally, self._name)
         self._sweeps = asyncio.create_task(self._sweep(self._sweeper, rules.interval))
 
     def _open(self) -> None:
+        mover = self._mover()
         try:
-            self._root = open_root(self._path, self._options.must_be_mounted)
+            self._root = open_root(self._path, self._options.must_be_mounted, self._name)
         except OSError as error:
-            raise failed(error, self._path) from error
-        self._chunks = ChunkFiles(self._root, self._options, self._tally, self._maker)
+            raise failed(error, self._path, name=self._name) from error
+        self._chunks = ChunkFiles(self._root, self._options, self._tally, self._maker, mover)
 
     async def each(self, fn: Callable[..., R], calls: Iterable[tuple[object, ...]]) -> list[R]:
         """Call `fn` with each of the arguments, on the threads, and return when all have ended, even if cancelled: they
@@ -140,7 +145,7 @@ class Session:
         """On a thread."""
         with self._counting:
             if self._closed:
-                raise ClosedError(f"nfs: {self._path}: closed")
+                raise ClosedError(f"{self._name}: {self._path}: closed")
             self._running += 1
         try:
             return fn(*arguments)

@@ -76,8 +76,9 @@ def parts_of(capacity: int | None) -> list[str]:
 class Sweeper:
     """Sweeps below an open directory, for as long as `rounds` is iterated."""
 
-    def __init__(self, root: int, path: str, rules: Rules, leases: Leases, tally: Tally) -> None:
+    def __init__(self, root: int, path: str, rules: Rules, leases: Leases, tally: Tally, name: str = "nfs") -> None:
         self._root = root
+        self._name = name
         self._path = path
         self._rules = rules
         self._leases = leases
@@ -113,7 +114,7 @@ class Sweeper:
         self._tally.add("sweeps_failed")
         if not self._told:
             self._told = True
-            _log.warning("%s; nothing is removed there until then", failed(error, self._path))
+            _log.warning("%s; nothing is removed there until then", failed(error, self._path, name=self._name))
 
     def _try(self, part: str, soonest: float) -> Generator[None, None, None]:
         label = part or "all"

@@ -1,0 +1,52 @@
+"""Bytes between memory and open files. Blocks, and raises `OSError`."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Protocol
+
+__all__ = ["Mover", "PlainMover"]
+
+
+class Mover(Protocol):
+    """Moves whole values. Called from many threads at once."""
+
+    def read(self, fd: int, into: memoryview) -> bool:
+        """Fill `into` from the start of the file. False if the file ends before that.
+
+        Raises:
+            OSError: The medium failed.
+        """
+        ...
+
+    def write(self, fd: int, data: memoryview) -> None:
+        """Put all of `data` at the start of the file.
+
+        Raises:
+            OSError: The medium failed, or has no room.
+        """
+        ...
+
+
+class PlainMover:
+    """Reads and writes as the operating system has them, on the calling thread."""
+
+    def read(self, fd: int, into: memoryview) -> bool:
+        done = 0
+        while done < into.nbytes:
+            try:
+                count = os.preadv(fd, [into[done:]], done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and done:
+                    return False  # past the end of a file that was cut, O_DIRECT has no answer
+                raise
+            if not count:
+                return False
+            done += count
+        return True
+
+    def write(self, fd: int, data: memoryview) -> None:
+        done = 0
+        while done < data.nbytes:
+            done += os.pwritev(fd, [data[done:]], done)
