@@ -63,8 +63,8 @@ def _check_mount(path: str, fd: int, name: str) -> None:
     if mount is not None and is_of_one_machine(mount):
         raise BackendError(
             f"{name}: {path}: nothing shared is mounted there; it is on {mount.kind}, which is mounted at "
-            f"{mount.point} and which no other host sees. Mount the shared file system, the tier tries again by itself; "
-            "to use a local directory all the same, set `must_be_mounted: false`"
+            f"{mount.point} and which no other host sees. Mount the shared file system, the tier tries again by "
+            "itself; to use a local directory all the same, set `must_be_mounted: false`"
         )
 
 
