@@ -18,7 +18,7 @@ from typing import Any
 from lmcache_core.errors import LayoutError
 from lmcache_core.keys import digest_fields
 
-__all__ = ["adapter_digest", "checkpoint_config", "checkpoint_digest", "nobody_elses"]
+__all__ = ["adapter_digest", "checkpoint_config", "checkpoint_digest", "file_digest", "nobody_elses"]
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".npz")
 MEANING = ("config.json", "adapter_config.json", "quantize_config.json", "hf_quant_config.json", "params.json")
@@ -27,15 +27,21 @@ PIECES = 62
 """Pieces of a file between its start and its end, evenly spread."""
 WHOLE = 8 << 20
 """Files up to this size are read as a whole."""
+NAME_THEM = "name the weights with weights_id"
 
 
-def checkpoint_digest(path: str, revision: str | None = None) -> str:
+def checkpoint_digest(path: str, revision: str | None = None, folder: str | None = None) -> str:
     """Digest of the checkpoint in a directory, in a file, or of that name in the Hugging Face cache, as hex.
+
+    Args:
+        path: Or name.
+        revision: Of those with a name.
+        folder: Of the Hugging Face cache, if it is another than usual.
 
     Raises:
         LayoutError: It is not there, or has no weights.
     """
-    place = _local(path, revision)
+    place = _local(path, revision, folder, NAME_THEM)
     files = dict(_files(place))
     if not any(name.endswith(WEIGHTS) for name in files):
         raise LayoutError(
@@ -44,20 +50,35 @@ def checkpoint_digest(path: str, revision: str | None = None) -> str:
     return digest_fields("lmcache-core checkpoint 1", files).hex()
 
 
-def checkpoint_config(path: str, revision: str | None = None) -> dict[str, Any]:
+def checkpoint_config(path: str, revision: str | None = None, folder: str | None = None) -> dict[str, Any]:
     """What the `config.json` of a checkpoint says, which is in a directory or of that name in the Hugging Face cache.
 
     Raises:
         LayoutError: There is none that can be read.
     """
-    place = _local(path, revision)
+    advice = "its config.json is needed here, even where weights_id names the weights"
+    place = _local(path, revision, folder, advice)
     try:
         found = json.loads((place / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise LayoutError(f"the configuration of the model in {place} cannot be read: {error}") from error
+        raise LayoutError(f"the configuration of the model in {place} cannot be read: {error}; {advice}") from error
     if not isinstance(found, dict):
         raise LayoutError(f"the configuration of the model in {place} is no mapping")
     return found
+
+
+def file_digest(path: str, what: str) -> str:
+    """Digest of a file's content, as hex. `what` is what names it, for people.
+
+    Raises:
+        LayoutError: It cannot be read.
+    """
+    try:
+        return _sampled(Path(path)).hex()
+    except OSError as error:
+        raise LayoutError(
+            f"{what}: {path} cannot be read, and KV depends on what is in it: {error.strerror}"
+        ) from error
 
 
 def adapter_digest(path: str) -> str:
@@ -66,7 +87,7 @@ def adapter_digest(path: str) -> str:
     Raises:
         LayoutError: It is not there, or has no weights.
     """
-    place = _local(path, None)
+    place = _local(path, None, None, "put it there, or leave it out")
     found = _relevant(place)
     if not any(each.name.endswith(WEIGHTS) for each in found):
         raise LayoutError(f"the adapter in {place} has no weights that can be told from others: {', '.join(WEIGHTS)}")
@@ -83,17 +104,17 @@ def nobody_elses() -> str:
     return f"random {secrets.token_hex(16)}"
 
 
-def _local(path: str, revision: str | None) -> Path:
+def _local(path: str, revision: str | None, folder: str | None, advice: str) -> Path:
     if os.path.exists(path):
         return Path(path)
     try:
         from huggingface_hub import snapshot_download  # which is there where an engine is
     except ImportError as error:
-        raise LayoutError(f"{path} is not on this machine, and huggingface_hub is not installed") from error
+        raise LayoutError(f"{path} is not on this machine, and huggingface_hub is not installed; {advice}") from error
     try:
-        return Path(snapshot_download(path, revision=revision, local_files_only=True))
+        return Path(snapshot_download(path, revision=revision, cache_dir=folder, local_files_only=True))
     except Exception as error:  # the library has a dozen kinds
-        raise LayoutError(f"{path} is not on this machine: {error}; name the weights with weights_id") from error
+        raise LayoutError(f"{path} is not on this machine: {error}; {advice}") from error
 
 
 def _relevant(place: Path) -> list[Path]:

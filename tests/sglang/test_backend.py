@@ -373,6 +373,37 @@ def test_weights_are_changed_until_what_they_computed_is_forgotten(
     until(lambda: make(pool).batch_exists(KEYS[:2]) == 2)  # attached anew, for the weights of now
 
 
+def test_ranks_agree_on_what_stands_for_weights_that_were_changed_and_engines_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks meet in a store. Another engine may have the same names and versions, but has another store."""
+    from torch.distributed import distributed_c10d
+
+    from lmcache_core.connectors.sglang import engine
+
+    made: Any = torch.distributed
+
+    def as_seen_from(store: Any) -> int:
+        monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+        engine.secret.cache_clear()
+        return engine.epoch_of(("v2", 1))
+
+    try:
+        first = made.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        second = made.TCPStore("127.0.0.1", first.port, None, is_master=False)
+        other = made.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        assert as_seen_from(second) == as_seen_from(first) == as_seen_from(second)
+        assert as_seen_from(other) != as_seen_from(first)
+        monkeypatch.undo()
+        engine.secret.cache_clear()
+        alone = engine.secret()  # no group in this process
+        assert alone == engine.secret()
+        engine.secret.cache_clear()
+        assert alone != engine.secret()
+    finally:
+        engine.secret.cache_clear()
+
+
 def test_sglang_is_watched_once() -> None:
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 

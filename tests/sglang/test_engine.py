@@ -101,12 +101,19 @@ def test_a_new_process_finds_it_on_disk_until_its_weights_are_changed(
         assert new.tokens == renewed.tokens != got.tokens
 
 
-def test_two_ranks(model: Path) -> None:
+def test_two_ranks(model: Path, tmp_path: Path) -> None:
+    """Before their weights are changed and after it, when they must agree on what those are."""
     threads = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with Engine(model, extra_config(CACHE), layout="layer_first", tp_size=2, environment=threads) as ranks:
         first, again = forgotten(ranks, 8)
         assert (first.cached, again.storage) == (0, WHOLE)
         assert again.tokens == first.tokens
+        ranks.flush()
+        done, why = ranks.update(make_model(tmp_path / "other", seed=1))[:2]
+        assert done, why
+        new, renewed = forgotten(ranks, 8)
+        assert (new.cached, renewed.storage) == (0, WHOLE)
+        assert new.tokens == renewed.tokens != first.tokens
 
 
 def test_sglang_s_own_faults_on_a_node_that_runs_by_itself(model: Path, tmp_path: Path) -> None:

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 
-from lmcache_core.assembly import settings
 from lmcache_core.client import KEY_BYTES, Client
 from lmcache_core.connectors.sglang import engine, identity, sharing
 from lmcache_core.connectors.sglang.hostpages import Buffer, FlatPages, HostPages, as_page_numbers, buffers_of
-from lmcache_core.connectors.sglang.nodes import engine_name, open_client
+from lmcache_core.connectors.sglang.nodes import engine_name, engine_settings, open_client
 from lmcache_core.connectors.sglang.options import read_options
 from lmcache_core.connectors.sglang.pagestore import PageStore
 from lmcache_core.connectors.sglang.snapshots import Snapshots, restorable
@@ -161,14 +160,15 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             )
         tokens = int(pool.page_size)
         self._page_tokens = tokens
-        weights = identity.weights_of(place.arguments, self._options.weights_id)
+        weights = identity.weights_of(
+            place.arguments, self._options.weights_id, lambda: f"random {engine.secret()} {place.replica}"
+        )
         name = str(storage.model_name or "")
-        self._shared = settings(self._options.config).layout == "canonical"
+        self._shared = engine_settings(self._options.config).layout == "canonical"
         if self._shared:
             for reason in sharing.not_shared(storage, pool, place.arguments, sidecars=False):
                 raise LayoutError(f"layout: canonical cannot be had of this engine: {reason}")
-            if not (storage.extra_config or {}).get("interface_v1"):
-                raise LayoutError('layout: canonical needs "interface_v1": 1 in the extra configuration')
+            sharing.check_settings(storage.extra_config or {}, self._options.config, tokens)
             self._pages = sharing.SharedPages(pool)
             self._namespace = sharing.describe_shared(pool, weights=weights, model_name=name)
         else:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
+import secrets
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sglang.srt import runtime_context
+from torch.distributed import distributed_c10d
 
-from lmcache_core.assembly import settings
-from lmcache_core.connectors.sglang.nodes import engine_name
+from lmcache_core.connectors.sglang.nodes import engine_name, engine_settings
 
-__all__ = ["Place", "connects", "epoch_of", "place", "updates", "watch_updates", "weights_now"]
+__all__ = ["Place", "connects", "epoch_of", "place", "secret", "updates", "watch_updates", "weights_now"]
+
+log = logging.getLogger(__name__)
+
+SECRET = "lmcache-core engine"
+"""Under which name ranks agree on it."""
 
 
 class Place(NamedTuple):
@@ -51,7 +58,7 @@ def connects(source: Any) -> bool:
     Raises:
         ConfigError: It can't be used.
     """
-    return bool(settings(source).connect)
+    return bool(engine_settings(source).connect)
 
 
 class _Updates:
@@ -89,9 +96,23 @@ def weights_now() -> tuple[str, int]:
     return str(version), updates.number
 
 
+@functools.cache
+def secret() -> str:
+    """Text that all processes of this engine agree on, and no other engine has: the first of them to ask makes it up,
+    and the others find it where SGLang's ranks have found each other. Made up by each for itself where there is no such
+    place, which costs hits and is never wrong."""
+    mine = secrets.token_hex(16)
+    try:
+        store: Any = distributed_c10d._get_default_store()
+        return str(store.compare_set(SECRET, "", mine).decode())
+    except (ValueError, RuntimeError) as error:  # no group, or its first rank does not answer
+        log.debug("ranks can't agree on a secret: %s", error)
+        return mine
+
+
 def epoch_of(weights: tuple[str, int]) -> int:
     """A `weights_epoch` for weights that were changed in place: the same in all ranks of an engine, and in no other."""
-    text = f"{engine_name(place().replica)} {weights[0]!r} {weights[1]}"
+    text = f"{engine_name(place().replica)} {secret()} {weights[0]!r} {weights[1]}"
     return 1 + int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 

@@ -6,9 +6,11 @@ names. SGLang's hashes stand for tokens, LoRA adapter and salt; all else that te
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from lmcache_core.connectors.sglang.arguments import counted, weights_elsewhere
 from lmcache_core.connectors.weights import adapter_digest, checkpoint_digest, nobody_elses
 from lmcache_core.errors import LayoutError
 from lmcache_core.keys import Field, digest_fields
@@ -24,6 +26,8 @@ __all__ = [
     "refusals",
     "weights_of",
 ]
+
+log = logging.getLogger(__name__)
 
 HEADS = ("MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost")
 LATENT = ("MLATokenToKVPoolHost",)
@@ -179,9 +183,14 @@ def flat_order(pool: Any) -> list[int] | None:
     return None
 
 
-def weights_of(arguments: Any, weights_id: str = "") -> str:
+def weights_of(arguments: Any, weights_id: str = "", own: Callable[[], str] = nobody_elses) -> str:
     """What stands for the engine's weights: what the user says, else a digest of the checkpoint's files. Weights that
-    were made up are nobody else's.
+    were made up, or whose files are not all to be seen here, are nobody else's.
+
+    Args:
+        arguments: SGLang's server arguments.
+        weights_id: What the user says.
+        own: Makes what stands for weights that only this engine has.
 
     Raises:
         LayoutError: The files can't be read.
@@ -189,8 +198,17 @@ def weights_of(arguments: Any, weights_id: str = "") -> str:
     if weights_id:
         return f"id {weights_id}"
     if str(getattr(arguments, "load_format", "auto")) == "dummy":
-        return nobody_elses()
-    return checkpoint_digest(str(arguments.model_path), getattr(arguments, "revision", None))
+        return own()
+    elsewhere = weights_elsewhere(arguments)
+    if elsewhere:
+        log.warning(
+            "weights are not those of the checkpoint alone (%s): this engine's KV is found by no other, nor after a "
+            "restart; name the weights with weights_id if they are always the same",
+            elsewhere,
+        )
+        return own()
+    folder = getattr(arguments, "download_dir", None)
+    return checkpoint_digest(str(arguments.model_path), getattr(arguments, "revision", None), folder)
 
 
 def config_digest(arguments: Any) -> str:
@@ -198,19 +216,11 @@ def config_digest(arguments: Any) -> str:
     isn't one.
 
     Raises:
-        LayoutError: A LoRA adapter cannot be read.
+        LayoutError: A LoRA adapter, or a file that an argument names, cannot be read.
     """
-    names = (
-        "dtype",
-        "kv_cache_dtype",
-        "quantization",
-        "quantization_param_path",
-        "json_model_override_args",
-        "context_length",
-    )
-    fields = {name: str(getattr(arguments, name, None)) for name in names}
+    fields: dict[str, Field] = dict(counted(arguments))
     fields |= {f"adapter {name}": digest for name, digest in adapters_of(arguments).items()}
-    return digest_fields("lmcache-core sglang config 1", dict(fields)).hex()
+    return digest_fields("lmcache-core sglang config 2", fields).hex()
 
 
 def adapters_of(arguments: Any) -> dict[str, str]:

@@ -11,32 +11,67 @@ import msgspec
 
 from lmcache_core.assembly import Source, build_node, settings
 from lmcache_core.client import Client
-from lmcache_core.config import Config
-from lmcache_core.config.environment import FILE_VARIABLE
+from lmcache_core.config import Config, LoadedConfig, load_config
+from lmcache_core.config.environment import FILE_VARIABLE, PREFIX
 from lmcache_core.direct import DirectClient
+from lmcache_core.errors import ConfigError
 from lmcache_core.namespace import chunk_tokens_for
 from lmcache_core.service.address import remove_stale_sockets, runtime_socket, socket_path
 from lmcache_core.service.remote import RemoteClient
 from lmcache_core.units import format_size
 
-__all__ = ["engine_name", "engine_socket", "open_client"]
+__all__ = ["engine_name", "engine_settings", "engine_socket", "open_client"]
 
 log = logging.getLogger(__name__)
 
 SOCKETS = "sglang-"
 """What the sockets of engines' nodes begin with."""
+PAGE_VARIABLE = f"{PREFIX}PAGE_TOKENS"
 
 
 def engine_name(replica: int = 0) -> str:
-    """What an engine is known by in all its processes: the process that has started them, and which of the engines that
-    it has started."""
+    """What an engine is known by in all its processes on a host, and no other engine on any: the process that has
+    started them, of which container and start of which machine, and which of the engines that it has started."""
     parent = os.getppid()
+    began = _read(f"/proc/{parent}/stat").rpartition(")")[2].split()[19:20]
+    machine = _read("/proc/sys/kernel/random/boot_id").strip()
     try:
-        with open(f"/proc/{parent}/stat") as file:
-            began = file.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):  # it has gone, or belongs to somebody else
-        began = ""
-    return f"{parent} {began} {replica}"
+        container = os.readlink("/proc/self/ns/pid")
+    except OSError:  # a kernel that does not tell
+        container = ""
+    return f"{machine} {container} {parent} {' '.join(began)} {replica}"
+
+
+def _read(path: str) -> str:
+    """A file of the kernel's; empty if it does not tell, or tells somebody else."""
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def engine_settings(source: Source) -> Config:
+    """The settings in the cache's configuration. `chunk_tokens` may be any: pages are those of the engine, and chunks
+    are whole pages of them.
+
+    Raises:
+        ConfigError: They can't be used.
+    """
+    if isinstance(source, Config | LoadedConfig):
+        return settings(source)
+    try:
+        return load_config(source).config
+    except ConfigError as error:
+        if isinstance(source, str) and f"{source!r} cannot be read" in str(error) and not os.path.isabs(source):
+            raise ConfigError(
+                f"{error}; it was looked for in {os.getcwd()}, where SGLang was started: write the path from / on"
+            ) from error
+        try:
+            loaded = load_config(source, {**os.environ, PAGE_VARIABLE: "1"})
+        except ConfigError:
+            raise error from None
+    return loaded.config
 
 
 def engine_socket(engine: str, source: Source) -> str:
@@ -61,9 +96,18 @@ def open_client(source: Source, engine: str, page_tokens: int, *, rank: int, ran
         PluginError: A backend isn't installed.
         PoolError: The host pool can't be had.
     """
-    config = settings(source)
+    config = engine_settings(source)
+    said = source if isinstance(source, str) else "the extra configuration" if source else _by_default()
     if config.connect:
-        return RemoteClient(socket_path(config.connect), config, f"sglang rank {rank}")
+        path = socket_path(config.connect)
+        if not rank:
+            log.info(
+                "KV of this engine is kept by the node at %s, in pages of %d tokens (configured by %s)",
+                path,
+                page_tokens,
+                said,
+            )
+        return RemoteClient(path, config, f"sglang rank {rank}")
     if rank:
         path = socket_path(config.socket) if config.socket else engine_socket(engine, source)
         return RemoteClient(path, config, f"sglang rank {rank}")
@@ -79,7 +123,7 @@ def open_client(source: Source, engine: str, page_tokens: int, *, rank: int, ran
         config.page_tokens,
         config.chunk_tokens,
         ", ".join(tier.name for tier in config.tiers) or "none",
-        source if isinstance(source, str) else "the extra configuration" if source else _by_default(),
+        said,
     )
     return client
 

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
+from lmcache_core.assembly import Source
+from lmcache_core.config import Config, LoadedConfig, load_config
 from lmcache_core.connectors.canonical import canonical_namespace, canonical_refusals
+from lmcache_core.connectors.sglang.arguments import FILES, NUMBERS, changed
 from lmcache_core.connectors.weights import checkpoint_config
 from lmcache_core.errors import LayoutError
 from lmcache_core.namespace import Namespace
 from lmcache_core.plugins import load_transfer
 from lmcache_core.protocols import KVView, RegisteredKV, Transfer
 
-__all__ = ["SharedPages", "by_layer", "describe_shared", "not_shared"]
+__all__ = ["SharedPages", "by_layer", "check_settings", "describe_shared", "not_shared"]
+
+APART = tuple(
+    sorted(
+        {*NUMBERS, *FILES}
+        - {"context_length", "dtype", "enable_lora", "json_model_override_args", "kt_method", "kv_cache_dtype"}
+        - {"load_format", "model_config_parser", "model_impl", "quantization", "enable_tf32_matmul"}
+    )
+)
+"""Arguments by which KV is another one than that of other engines, and that nothing else here looks at."""
+FORMATS = ("auto", "safetensors", "pt", "npcache", "mistral", "dummy", "fastsafetensors", "instanttensor")
+"""Ways to load a checkpoint's weights as they are."""
 
 
 def by_layer(pool: Any) -> list[tuple[Any, Any]]:
@@ -82,6 +97,13 @@ def not_shared(storage: Any, pool: Any, arguments: Any, *, sidecars: bool) -> It
     Raises:
         LayoutError: The model's configuration cannot be read.
     """
+    for option in changed(arguments, APART):
+        yield f"{option}, by which this engine computes something else than others"
+    if str(getattr(arguments, "load_format", "auto")) not in FORMATS:
+        yield f"--load-format {arguments.load_format}, which may change weights; use one of {', '.join(FORMATS)}"
+    model = checkpoint_config(
+        str(arguments.model_path), getattr(arguments, "revision", None), getattr(arguments, "download_dir", None)
+    )
     heads = type(pool).__name__ == "MHATokenToKVPoolHost" and pool.v_head_dim == pool.head_dim
     dtype = str(pool.dtype).removeprefix("torch.")
     asked = str(getattr(arguments, "dtype", "auto"))
@@ -89,15 +111,50 @@ def not_shared(storage: Any, pool: Any, arguments: Any, *, sidecars: bool) -> It
     yield from canonical_refusals(
         dtype=dtype if asked == "auto" else aliases.get(asked, asked),
         kv_dtype=dtype,
-        quantization=getattr(arguments, "quantization", None),
+        quantization=getattr(arguments, "quantization", None) or _quantized(model),
         overridden=str(getattr(arguments, "json_model_override_args", None) or "{}").strip() != "{}",
         ranks=int(storage.tp_size),
         attention=heads and not sidecars,
         multimodal=bool(getattr(arguments, "enable_multimodal", False)),
         drafts=bool(getattr(arguments, "speculative_algorithm", None)),
         adapters=bool(getattr(arguments, "lora_paths", None)),
-        model=checkpoint_config(str(arguments.model_path), getattr(arguments, "revision", None)),
+        model=model,
     )
+
+
+def _quantized(model: Mapping[str, Any]) -> str:
+    """By what a checkpoint's weights are quantized."""
+    said = model.get("quantization_config") or model.get("compression_config")
+    return str(said.get("quant_method", "its checkpoint")) if isinstance(said, Mapping) else ""
+
+
+def check_settings(extra: Mapping[str, Any], source: Source, page_tokens: int) -> None:
+    """Refuse settings by which nothing would be shared, though nothing fails.
+
+    Args:
+        extra: SGLang's extra configuration.
+        source: The cache's configuration.
+        page_tokens: Tokens of a page of SGLang.
+
+    Raises:
+        LayoutError: SGLang's interface is the wrong one, or pages are not those that all engines are to have.
+        ConfigError: The configuration can't be used.
+    """
+    for needed, value in (("interface_v1", 1), ("hicache_storage_pass_prefix_keys", True)):
+        if not extra.get(needed):
+            raise LayoutError(
+                f'layout: canonical needs "{needed}": {json.dumps(value)} in the extra configuration; without it '
+                "nothing would be found that another engine has stored"
+            )
+    if isinstance(source, Config | LoadedConfig):
+        return
+    loaded = load_config(source)
+    pages = loaded.config.page_tokens
+    if not loaded.config.connect and pages != page_tokens and loaded.provenance.source(("page_tokens",)) != "default":
+        raise LayoutError(
+            f"layout: canonical is of pages of one size in all engines: page_tokens is {pages}, and SGLang has pages "
+            f"of {page_tokens} tokens; write page_tokens: {page_tokens} everywhere, or use --page-size {pages}"
+        )
 
 
 def describe_shared(pool: Any, *, weights: str, model_name: str) -> Namespace:

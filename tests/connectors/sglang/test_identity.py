@@ -174,8 +174,57 @@ def test_settings_that_change_numbers() -> None:
         ("quantization", "fp8"),
         ("json_model_override_args", '{"rope_theta": 5}'),
         ("context_length", 4096),
+        ("modelopt_quant", "fp8"),
+        ("quantize_and_serve", True),
+        ("kt_method", "AMXINT8"),
+        ("model_loader_extra_config", '{"a": 1}'),
     ):
         assert config_digest(SimpleNamespace(**vars(plain) | {name: value})) != config_digest(plain)
+
+
+def test_the_order_in_which_a_set_or_a_mapping_is_written_does_not_count() -> None:
+    """That of a set changes from process to process."""
+    as_list = SimpleNamespace(lora_target_modules=["a", "b", "c"], modelopt_quant={"x": 1, "y": 2})
+    as_set = SimpleNamespace(lora_target_modules={"c", "b", "a"}, modelopt_quant={"y": 2, "x": 1})
+    assert config_digest(as_list) == config_digest(as_set)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"load_format": "remote_instance"}, "--load-format remote_instance"),
+        ({"weight_cache_mode": "client"}, "--weight-cache-mode client"),
+        ({"kt_weight_path": "/kt"}, "--kt-weight-path /kt"),
+        ({"modelopt_checkpoint_restore_path": "/m"}, "--modelopt-checkpoint-restore-path /m"),
+        ({"model_loader_extra_config": '{"qlora_adapter_name_or_path": "/q"}'}, "qlora_adapter_name_or_path"),
+    ],
+)
+def test_weights_that_are_not_the_checkpoint_s_are_nobody_else_s(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, Any], named: str
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    plain = SimpleNamespace(model_path=str(tmp_path), load_format="auto", model_loader_extra_config="{}")
+    there = SimpleNamespace(**vars(plain) | changed)
+    assert weights_of(plain) == weights_of(plain)
+    assert caplog.records == []
+    assert weights_of(there, own=lambda: "mine") == "mine"
+    (record,) = caplog.records
+    assert named in record.message
+    assert "weights_id" in record.message
+    assert weights_of(there, "told") == "id told"
+
+
+def test_a_model_in_a_folder_of_downloads(tmp_path: Path) -> None:
+    """As `--download-dir` says, and nowhere else."""
+    place = tmp_path / "models--some--model"
+    (place / "snapshots" / "abc").mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("abc")
+    (place / "snapshots" / "abc" / "model.safetensors").write_bytes(b"1")
+    there = SimpleNamespace(model_path="some/model", download_dir=str(tmp_path))
+    assert weights_of(there) == weights_of(SimpleNamespace(model_path=str(place / "snapshots" / "abc")))
+    with pytest.raises(LayoutError, match="name the weights with weights_id"):
+        weights_of(SimpleNamespace(model_path="some/model", download_dir=str(tmp_path / "other")))
 
 
 def test_an_adapter_is_known_by_its_content_and_not_by_its_name_alone(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmcache_core.config import Config, CpuConfig
-from lmcache_core.connectors.sglang.nodes import engine_name, engine_socket, open_client
+from lmcache_core.connectors.sglang import nodes
+from lmcache_core.connectors.sglang.nodes import engine_name, engine_settings, engine_socket, open_client
 from lmcache_core.connectors.sglang.options import Options, read_options
 from lmcache_core.direct import DirectClient
 from lmcache_core.errors import ConfigError
@@ -98,3 +100,70 @@ def test_a_node_that_runs_by_itself(tmp_path: Path) -> None:
 
 def test_an_engine_is_known_by_who_has_started_it() -> None:
     assert engine_name() == engine_name(0) != engine_name(1)
+
+
+def test_engines_of_two_starts_of_a_machine_or_two_containers_have_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers and times of processes are the same in all of them."""
+    mine = engine_name()
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert machine in mine
+    assert os.readlink("/proc/self/ns/pid") in mine
+    reading = nodes._read
+    monkeypatch.setattr(nodes, "_read", lambda path: "other" if path.endswith("boot_id") else reading(path))
+    assert engine_name() != mine
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "readlink", lambda path: "pid:[1]")
+    assert engine_name() != mine
+
+
+def test_a_kernel_that_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> str:
+        raise PermissionError(13, "not yours")
+
+    monkeypatch.setattr(os, "readlink", refuse)
+    monkeypatch.setattr("builtins.open", refuse)
+    assert str(os.getppid()) in engine_name()
+    assert engine_name(0) != engine_name(1)
+
+
+@pytest.mark.parametrize(("page", "wanted", "chunk"), [(1, 7, 7), (16, 100, 112), (16, 1000, 1008), (64, 256, 256)])
+def test_chunks_are_whole_pages_of_the_engine_whatever_is_asked_for(page: int, wanted: int, chunk: int) -> None:
+    client = open_one(SMALL | {"chunk_tokens": wanted}, "engine f", page=page)
+    try:
+        assert (client.page_tokens, client.chunk_tokens) == (page, chunk)
+    finally:
+        client.close()
+
+
+def test_other_mistakes_are_told_as_they_are() -> None:
+    with pytest.raises(ConfigError, match="capacity"):
+        engine_settings({"chunk_tokens": 7, "cpu": {"capacity": "nonsense"}})
+    with pytest.raises(ConfigError, match="chunk_tokens"):
+        engine_settings({"chunk_tokens": 0})
+
+
+def test_a_file_that_is_not_there_is_told_with_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"'cache.yaml' cannot be read: No such file.*looked for in {tmp_path}"):
+        engine_settings("cache.yaml")
+    with pytest.raises(ConfigError, match=r"cannot be read: No such file or directory$"):
+        engine_settings("/nowhere/cache.yaml")
+    Path("cache.yaml").write_text("layout: canonical\n")
+    assert engine_settings("cache.yaml").layout == "canonical"
+
+
+def test_the_log_says_where_kv_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By the first rank alone."""
+    caplog.set_level("INFO", "lmcache_core.connectors.sglang")
+    path = str(tmp_path / "s")
+    with Node(Config(256, 64, CpuConfig(capacity=1 << 20))) as node:
+        node.servers.append(NodeServer(node, path))
+        for rank in (0, 1):
+            open_one({"connect": path}, "engine g", rank, 2).close()
+    told = [record.message for record in caplog.records if record.message.startswith("KV of this engine")]
+    assert told == [
+        f"KV of this engine is kept by the node at {path}, in pages of 16 tokens (configured by the extra "
+        "configuration)"
+    ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmcache_core.connectors.canonical import canonical_namespace
-from lmcache_core.connectors.sglang.sharing import SharedPages, by_layer, describe_shared, not_shared
+from lmcache_core.connectors.sglang.sharing import SharedPages, by_layer, check_settings, describe_shared, not_shared
 from lmcache_core.errors import LayoutError
 
 LAYERS, PAGES, TOKENS, HEADS, SIZE = 3, 5, 4, 2, 8
@@ -139,12 +139,48 @@ def test_what_is_plain_is_shared() -> None:
         ({"enable_multimodal": True}, "more than text"),
         ({"lora_paths": ["a=/adapters/a"]}, "LoRA adapters"),
         ({"speculative_algorithm": "EAGLE"}, "speculative decoding"),
+        ({"modelopt_quant": "fp8"}, "--modelopt-quant fp8, by which this engine computes something else"),
+        ({"quantize_and_serve": True}, "--quantize-and-serve True"),
+        ({"decrypted_config_file": "/c.json"}, "--decrypted-config-file /c.json"),
+        ({"load_format": "bitsandbytes"}, "--load-format bitsandbytes, which may change weights; use one of auto, "),
     ],
 )
 def test_arguments_that_keep_it_apart(changed: dict[str, Any], why: str) -> None:
     arguments = SimpleNamespace(**vars(ARGUMENTS) | changed)
     (reason,) = not_shared(STORAGE, pool("page_first"), arguments, sidecars=False)
     assert why in reason
+
+
+def test_a_checkpoint_that_is_quantized(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq", "bits": 4}}')
+    (reason,) = not_shared(STORAGE, pool("page_first"), ARGUMENTS, sidecars=False)
+    assert "weights quantized by awq" in reason
+
+
+def test_a_model_that_is_not_here_is_needed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naming its weights does not help, so nobody is told to."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    arguments = SimpleNamespace(**vars(ARGUMENTS) | {"model_path": str(tmp_path / "gone")})
+    with pytest.raises(LayoutError, match=r"its config\.json is needed here, even where weights_id names the weights"):
+        list(not_shared(STORAGE, pool("page_first"), arguments, sidecars=False))
+
+
+GOOD: dict[str, Any] = {"interface_v1": 1, "hicache_storage_pass_prefix_keys": True}
+
+
+@pytest.mark.parametrize("lacking", GOOD)
+def test_without_what_it_needs_it_is_refused(lacking: str) -> None:
+    with pytest.raises(LayoutError, match=f'layout: canonical needs "{lacking}": (1|true) in the extra configuration'):
+        check_settings(GOOD | {lacking: 0}, {"layout": "canonical"}, 128)
+    check_settings(GOOD, {"layout": "canonical"}, 128)
+
+
+def test_pages_of_another_size_are_refused_where_somebody_has_asked_for_them() -> None:
+    shared = {"layout": "canonical"}
+    with pytest.raises(LayoutError, match=r"page_tokens is 64, and SGLang has pages of 16 tokens.*--page-size 64"):
+        check_settings(GOOD, shared | {"page_tokens": 64}, 16)
+    check_settings(GOOD, shared | {"page_tokens": 64}, 64)
+    check_settings(GOOD, shared | {"page_tokens": 64, "connect": "auto"}, 16)  # the node's own are asked for later
 
 
 def test_a_model_whose_positions_move(tmp_path: Path) -> None:
