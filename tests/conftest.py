@@ -2,13 +2,19 @@
 
 import importlib.util
 import os
+import signal
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 from blockbuster import BlockBuster, BlockBusterFunction, BlockingError
 from blockbuster import blockbuster as blockbuster_module
 
 pytest.register_assert_rewrite("lmcache_core.testing")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers side by side have a core each. Threads of torch that wait for each other's cores are far slower than one.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 WATCHED = ["lmcache_core", "lmcache_backends", "lmcache_transfer"]
 # The suite for backends' authors blocks on purpose: it seeds and reads data past the code under test.
@@ -77,6 +83,29 @@ def blocking_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         watch.deactivate()
     if calls:
         pytest.fail(f"blocking calls on an event loop: {', '.join(calls)}", pytrace=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests press Ctrl-C in processes that they start. A shell has what runs in its background ignore that, and what is
+    started there inherits it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        from tests.workers import longest_first
+
+        items[:] = longest_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.workers import ByUnit
+
+    config.option.loadscopereorder = False  # workers have put their tests in order
+    return ByUnit(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
