@@ -36,7 +36,7 @@ def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     return sorted(items, key=rank)
 
 
-class ByUnit(LoadScopeScheduling):  # type: ignore[misc]  it has no types
+class ByUnit(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
     """Gives whoever has nothing left to do the next unit."""
 
     def _split_scope(self, nodeid: str) -> str:
