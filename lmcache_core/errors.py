@@ -29,6 +29,10 @@ class BackendError(LMCacheError):
     """A backend failed to carry out a request. Nothing of the request may be served; the medium may recover."""
 
 
+class TransferError(LMCacheError):
+    """A device failed to copy KV, or cannot be used for it; the message says what its driver said, and what to do."""
+
+
 class FrameError(LMCacheError):
     """Bytes that claim to be a chunk and are not: truncated, altered, or of another namespace or version."""
 

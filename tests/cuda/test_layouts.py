@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lmcache_cuda.geometry import Payload, Planes, Units, arrange
-from lmcache_transfer.cpu import Layout
+from lmcache_transfer.paged import Layout
 from lmcache_transfer.layout import Plane, PlaneShape, describe
 from tests.cuda.engines import address
 from tests.cuda.host import HostKernels

@@ -17,7 +17,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lmcache_transfer.cpu import Layout
+from lmcache_transfer.paged import Layout
 
 Numbers = NDArray[np.int64]
 DTYPES: dict[str, tuple[Any, Any]] = {

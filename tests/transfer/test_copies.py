@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmcache_transfer import cpu
+from lmcache_transfer import plans
 from lmcache_transfer.cpu import Layout, PagedKV
 from tests.transfer.naive import Content, Engine, block_tables, contents, engines
 
@@ -29,8 +29,8 @@ def copies(draw: st.DrawFn) -> tuple[Engine, Layout, int, list[int]]:
 @pytest.fixture(params=["rows if long", "rows", "strided"])
 def plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to copy must do for any engine; which is used is a matter of speed."""
-    shortest = {"rows if long": cpu.SHORTEST_ROW, "rows": 1, "strided": math.inf}[request.param]
-    monkeypatch.setattr(cpu, "SHORTEST_ROW", shortest)
+    shortest = {"rows if long": plans.SHORTEST_ROW, "rows": 1, "strided": math.inf}[request.param]
+    monkeypatch.setattr(plans, "SHORTEST_ROW", shortest)
 
 
 @pytest.mark.usefixtures("plan")

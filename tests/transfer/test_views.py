@@ -63,9 +63,11 @@ def test_the_transfer_is_found_by_name(layers: list[Any]) -> None:
     assert gathered(view, 0, 0, 1, 4096) == pages_of(layers, [5])
 
 
-def test_the_transfer_has_no_options() -> None:
-    with pytest.raises(ConfigError, match=r"no options.*'streams'"):
-        load_transfer("cpu").create({"streams": 2})
+def test_options_of_the_transfer() -> None:
+    with pytest.raises(ConfigError, match=r"streams and staging.*'stream'"):
+        load_transfer("cpu").create({"stream": True})
+    with pytest.raises(ConfigError, match=r"staging.*64KiB"):
+        load_transfer("cpu").create({"streams": True, "staging": 5})
 
 
 @pytest.mark.parametrize("block_ids", [(6, 1, 3), [6, 1, 3], np.array([6, 1, 3], np.int32), torch.tensor([6, 1, 3])])

@@ -175,19 +175,20 @@ class Described(NamedTuple):
     writable: bool
 
 
-def describe(tensor: Tensor | np.ndarray[Any, Any], dims: str) -> Described:
+def describe(tensor: Tensor | np.ndarray[Any, Any], dims: str, on: str = "cpu") -> Described:
     """Read the layout of `tensor`, whose axes `dims` names by one letter each (see `AXES`), for example '2bthd' (vLLM
     NHD), 'b2thd' (FlashInfer), '2bhtd' (HND), 'btd' (MLA), 'thd' (a row a token), '1htd' (transformers).
 
     Raises:
-        LayoutError: `dims` doesn't fit the tensor, the tensor isn't in host memory, or elements share memory.
+        LayoutError: `dims` doesn't fit the tensor, the tensor isn't on a device of kind `on`, or elements share memory.
     """
     if isinstance(tensor, np.ndarray):
         layout = _layout(dims, tensor.shape, tensor.strides, tensor.itemsize, tensor.dtype.name)
         return Described(tensor.ctypes.data, layout, tensor.flags.writeable)
     device = getattr(tensor, "device", None)
-    if device is not None and device.type != "cpu":
-        raise LayoutError(f"a tensor on {device} is not in host memory")
+    if device is not None and device.type != on:
+        where = "host memory" if on == "cpu" else f"memory of a device of kind {on}"
+        raise LayoutError(f"a tensor on {device} is not in {where}")
     itemsize = tensor.element_size()
     strides = tuple(stride * itemsize for stride in tensor.stride())
     layout = _layout(dims, tuple(tensor.shape), strides, itemsize, _name(tensor.dtype))

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmcache_core.errors import LayoutError
 from lmcache_core.protocols import KVView
+from lmcache_transfer.paged import PagedLayout
+from lmcache_transfer.plans import Plan
 
-__all__ = ["GroupedView", "Indexed", "PagedView", "Plan"]
+__all__ = ["GroupedView", "Indexed", "PagedView"]
 
 INDEX_AHEAD = 1 << 20
 """Row numbers to compute ahead at most, 8 MiB of them."""
 
 
-class Plan(Protocol):
-    """How to copy pages. An index says which ones: one entry of `page_index_size` numbers for each page."""
-
-    @property
-    def page_index_size(self) -> int: ...
-    def index(self, units: NDArray[np.intp]) -> NDArray[np.intp]: ...
-    def gather(self, index: NDArray[np.intp], into: memoryview) -> None: ...
-    def scatter(self, index: NDArray[np.intp], source: memoryview) -> None: ...
-
-
 class PagedView:
     """KV of one request in one cache group. Satisfies `KVView`; the group is 0."""
 
-    def __init__(self, gather: Indexed, scatter: Indexed, *, page_bytes: int, writable: bool) -> None:
+    def __init__(self, kv: PagedLayout, gather: Indexed, scatter: Indexed) -> None:
+        self._kv = kv
         self._gather = gather
         self._scatter = scatter
-        self._page_bytes = page_bytes
-        self._writable = writable
         self.pages = len(gather.units)
 
     def gather(self, group: int, first_page: int, pages: int, into: memoryview) -> None:
@@ -46,7 +36,7 @@ class PagedView:
 
     def scatter(self, group: int, first_page: int, pages: int, source: memoryview) -> None:
         self._check(group, first_page, pages, source)
-        if not self._writable:
+        if not self._kv.writable:
             raise LayoutError("cannot scatter to tensors that are read-only")
         if pages:
             self._scatter.plan.scatter(self._scatter.index(first_page, pages), source)
@@ -54,15 +44,7 @@ class PagedView:
     def _check(self, group: int, first_page: int, pages: int, buffer: memoryview) -> None:
         if group != 0:
             raise LayoutError(f"group {group} of a view that has one group")
-        if first_page < 0 or pages < 0 or first_page + pages > self.pages:
-            raise LayoutError(
-                f"the view has {self.pages} whole pages, and pages {first_page} to {first_page + pages} are to be "
-                f"copied; pass to `view` the blocks of all {first_page + pages}, or limit the call (`max_tokens` of a "
-                "retrieve, fewer tokens of a store)"
-            )
-        size = pages * self._page_bytes
-        if buffer.nbytes != size or not buffer.c_contiguous:
-            raise LayoutError(f"{pages} pages take {size} bytes in one piece, the buffer has {buffer.nbytes}")
+        self._kv.check_buffer(first_page, pages, self.pages, buffer)
 
 
 class Indexed:

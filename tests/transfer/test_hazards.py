@@ -1,0 +1,171 @@
+"""Every wait of the pipeline is needed, and with all of them no seed goes wrong.
+
+An engine computes layer after layer on its stream, and stores them; a second request takes the same blocks as soon as
+it may; then the first is loaded again while the engine still has something to do to those blocks. All on a device
+whose streams run beside each other with pauses drawn by a seed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotInTime
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lmcache_core.streaming import Copying, Layer
+from lmcache_transfer.hostdevice import HostDevice
+from lmcache_transfer.streamed import StreamedKV, StreamedTransfer, StreamOptions
+from tests.transfer.jitter import Site, Waits, jittered
+
+LAYERS, BLOCKS, TOKENS, WIDTH = 4, 12, 4, 64
+PAGES = 6
+ORDER = [Layer(0, layer) for layer in range(LAYERS)]
+WAYS: dict[str, dict[str, Any]] = {
+    "staged": {"mapped": False},
+    "mapped": {"mapped": True},
+    "direct": {"mapped": False, "direct": 1},
+}
+
+
+class World:
+    """An engine on a device, and what came of its KV."""
+
+    def __init__(self, seed: int, way: str) -> None:
+        self.device: HostDevice = jittered(seed, **WAYS[way])
+        self.transfer = StreamedTransfer(self.device, StreamOptions())
+        self.memory: list[NDArray[Any]] = [np.zeros((2, BLOCKS, TOKENS, WIDTH), np.uint8) for _ in ORDER]
+        self.kv: StreamedKV = self.transfer.register(self.memory, dims="2btd", page_tokens=TOKENS)
+        # Two pages of a layer fit, so each layer takes three turns with two buffers.
+        self.transfer.thread.out._room = self.transfer.thread.into._room = 2 * self.kv.page_layer_bytes
+        self.random = np.random.default_rng(seed)
+        self.table = self.random.permutation(BLOCKS)[:PAGES]
+        self.wrong: list[str] = []
+        self.kept: list[memoryview] = []
+
+    def compute(self, work: Callable[[], object]) -> None:
+        """The engine submits this."""
+        self.device.engine_stream().do(work)
+
+    def write(self, layer: int, value: int) -> None:
+        self.compute(lambda: self.memory[layer].__setitem__((slice(None), self.table), value))
+
+    def copies(self, buffers: list[memoryview]) -> list[Copying]:
+        view = self.kv.view(self.table)
+        step = PAGES // len(buffers)
+        return [Copying(0, view, step * number, step, buffer) for number, buffer in enumerate(buffers)]
+
+    def buffers(self) -> list[memoryview]:
+        return [memoryview(bytearray(PAGES // 2 * self.kv.page_bytes)) for _ in range(2)]
+
+    def check(self, what: str, buffers: list[memoryview], first: int) -> None:
+        """Each layer of all pages must have the value of its own."""
+        for buffer in buffers:
+            pages = np.frombuffer(buffer, np.uint8).reshape(-1, LAYERS, self.kv.page_layer_bytes)
+            if not all((pages[:, layer] == first + layer).all() for layer in range(LAYERS)):
+                self.wrong.append(what)
+
+    def store(self, value: int) -> list[memoryview]:
+        """Compute and store, then use the blocks for something else as soon as they may be."""
+        buffers = self.buffers()
+        self.kept += buffers  # what is written too late does not break the memory of others
+        store = self.transfer.store(self.copies(buffers))
+        for layer in ORDER:
+            self.write(layer.layer, value + layer.layer)
+            store.computed(layer)
+        done = store.end()
+        store.free()
+        for layer in ORDER:
+            self.write(layer.layer, 255)
+        done.result(10)
+        kept = [memoryview(bytes(buffer)) for buffer in buffers]  # once it is done nothing is written any more
+        store.close()
+        self.check("store", kept, value)
+        return kept
+
+    def load(self, buffers: list[memoryview], value: int, *, layerwise: bool) -> None:
+        """Load, while the engine still writes to the blocks, and read each layer as soon as it may be."""
+        for layer in ORDER:
+            self.write(layer.layer, 254)
+        mine = [memoryview(bytearray(buffer)) for buffer in buffers]
+        self.kept += mine
+        load = self.transfer.load(self.copies(mine), ORDER if layerwise else ())
+        seen: dict[int, Any] = {}
+        for layer in ORDER if layerwise else ():
+            assert load.wait(layer)
+            self.compute(lambda n=layer.layer: seen.__setitem__(n, self.memory[n][:, self.table].copy()))  # type: ignore[misc]
+        load.done.result(10)
+        for buffer in mine:  # the slots belong to others now
+            buffer[:] = bytes([253]) * len(buffer)
+        if not layerwise:
+            for layer in ORDER:
+                self.compute(lambda n=layer.layer: seen.__setitem__(n, self.memory[n][:, self.table].copy()))  # type: ignore[misc]
+        ended = threading.Event()
+        self.compute(ended.set)
+        assert ended.wait(10)
+        load.close()
+        if not all((seen[layer] == value + layer).all() for layer in range(LAYERS)):
+            self.wrong.append("load")
+
+
+@contextmanager
+def world(seed: int, way: str) -> Iterator[World]:
+    made = World(seed, way)
+    try:
+        yield made
+    finally:
+        made.transfer.close()
+
+
+def goes_wrong(seed: int, way: str) -> list[str]:
+    """What went wrong with this seed."""
+    with world(seed, way) as this:
+        try:
+            first, second = this.store(10), this.store(20)
+            this.load(first, 10, layerwise=True)
+            this.load(second, 20, layerwise=False)
+        except (NotInTime, AssertionError) as failure:
+            this.wrong.append(repr(failure))
+        return this.wrong
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", WAYS)
+def test_with_all_waits_no_seed_goes_wrong(way: str) -> None:
+    with ThreadPoolExecutor(8) as several:  # mostly they pause
+        found = several.map(lambda seed: (seed, goes_wrong(seed, way)), range(200))
+        assert {seed: wrong for seed, wrong in found if wrong} == {}
+
+
+def sites() -> dict[Site, list[str]]:
+    """Every place that waits, and the ways that pass it."""
+    found: dict[Site, list[str]] = {}
+    for way in WAYS:
+        waits = Waits()
+        with waits.watched():
+            assert goes_wrong(0, way) == []
+        for site in waits.seen:
+            found.setdefault(site, []).append(way)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_without_any_single_wait_something_goes_wrong() -> None:
+    """Within 20 seeds, on one of the ways that pass it."""
+    places = sites()
+    needless = []
+    for site, ways in sorted(places.items()):
+        waits = Waits()
+        waits.left_out = site
+        with waits.watched():
+            if not any(goes_wrong(seed, way) for seed in range(20) for way in ways):
+                needless.append(site)
+    assert needless == []
+    assert len(places) == 17
