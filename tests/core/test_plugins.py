@@ -125,7 +125,7 @@ def test_an_unknown_name_lists_what_is_installed(site: Site) -> None:
     assert "there is no backend 'acmee' (did you mean 'acme'?); installed are: acme" in message
 
 
-@pytest.mark.parametrize("name", ["gds"])
+@pytest.mark.parametrize("name", ["infinistore"])
 def test_a_known_name_that_this_version_lacks(site: Site, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     site.backend("acme-kv", GOOD, "redisk")
     near = importlib.metadata.entry_points(group="lmcache_core.backends", name="redisk")

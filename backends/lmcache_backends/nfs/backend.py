@@ -34,10 +34,10 @@ class FilesBackend:
 
     costly_probes = True
 
-    def __init__(self, options: Settings, mover: Callable[[], Mover]) -> None:
+    def __init__(self, options: Settings, mover: Callable[[], Mover], tally: Tally | None = None) -> None:
         """`mover` is called on a thread at each opening, and may raise what `open` may."""
         self._options = options
-        self._tally = Tally()
+        self._tally = tally or Tally()
         self._sessions = Openings(options.name, lambda: Session(options, self._tally, mover))
         self._used: OrderedDict[ChunkKey, float] = OrderedDict()
         """When this host last wrote or touched a chunk."""

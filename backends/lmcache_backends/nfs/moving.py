@@ -32,11 +32,12 @@ class Mover(Protocol):
 class PlainMover:
     """Reads and writes as the operating system has them, on the calling thread."""
 
-    def read(self, fd: int, into: memoryview) -> bool:
+    def read(self, fd: int, into: memoryview, offset: int = 0) -> bool:
+        """The same from `offset` on, which a file that goes past the page cache takes as a multiple of 4096 only."""
         done = 0
         while done < into.nbytes:
             try:
-                count = os.preadv(fd, [into[done:]], done)
+                count = os.preadv(fd, [into[done:]], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and done:
                     return False  # past the end of a file that was cut, O_DIRECT has no answer

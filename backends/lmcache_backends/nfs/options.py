@@ -88,29 +88,32 @@ class NfsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             seconds = getattr(self, name)
             if seconds is not None and seconds < 1:
                 leave_out = "leave it out, or " if name == "ttl" else ""
-                problem = f"nfs: {name} must be 1s or more; {leave_out}write {example}"
+                problem = f"{self.name}: {name} must be 1s or more; {leave_out}write {example}"
                 raise InvalidSetting((name,), problem)
 
     def directory(self) -> str:
         """The path, absolute."""
+        name = self.name
         if not self.path:
-            raise InvalidSetting(("path",), "nfs: path is empty; write the directory that shall hold the cache")
+            raise InvalidSetting(("path",), f"{name}: path is empty; write the directory that shall hold the cache")
         try:
             possible = b"\0" not in os.fsencode(self.path)
         except UnicodeEncodeError:
             possible = False
         if not possible:
-            problem = f"nfs: path {self.path!r} has a character that no name of a file can have; write it without"
+            problem = f"{name}: path {self.path!r} has a character that no name of a file can have; write it without"
             raise InvalidSetting(("path",), problem)
         expanded = os.path.expanduser(self.path)
         if ":/" in self.path and not os.path.isabs(expanded):
-            problem = f"nfs: path {self.path!r} is an export; mount it, and write the directory that it is mounted at"
+            problem = (
+                f"{name}: path {self.path!r} is an export; mount it, and write the directory that it is mounted at"
+            )
             raise InvalidSetting(("path",), problem)
         if not os.path.isabs(expanded):
-            raise InvalidSetting(("path",), f"nfs: path {self.path!r} must be absolute; write it from / on")
+            raise InvalidSetting(("path",), f"{name}: path {self.path!r} must be absolute; write it from / on")
         directory = os.path.normpath(expanded)
         if directory.strip("/") == "":
-            raise InvalidSetting(("path",), "nfs: path is /; write a directory for the cache alone, as in /mnt/kv")
+            raise InvalidSetting(("path",), f"{name}: path is /; write a directory for the cache alone, as in /mnt/kv")
         return directory
 
     def paths(self) -> list[str]:

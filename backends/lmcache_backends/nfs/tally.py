@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lmcache_core import tally
 
 __all__ = ["Tally"]
@@ -24,7 +26,7 @@ NAMES = (
 
 
 class Tally(tally.Tally):
-    """Counts those."""
+    """Counts those, and what a backend that is made of this one has beside them."""
 
-    def __init__(self) -> None:
-        super().__init__(NAMES)
+    def __init__(self, more: Sequence[str] = ()) -> None:
+        super().__init__((*NAMES, *more))

@@ -1,0 +1,92 @@
+"""The backend: files as on a shared file system, and payloads that go past host memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache_backends.gds.direct import DirectFiles, check_read, check_write
+from lmcache_backends.gds.library import Way, claims, library, way_of
+from lmcache_backends.gds.moving import CuFiles
+from lmcache_backends.gds.options import GdsOptions
+from lmcache_backends.gds.tally import Tally
+from lmcache_backends.nfs.backend import FilesBackend
+from lmcache_backends.nfs.chunks import ChunkFiles
+from lmcache_backends.nfs.moving import Mover, PlainMover
+from lmcache_core.errors import BackendError, ConfigError
+from lmcache_core.protocols import CopyBack, DirectRead, DirectWrite, ReadResult, WriteResult
+
+__all__ = ["GdsBackend"]
+
+_log = logging.getLogger(__name__)
+
+
+class GdsBackend(FilesBackend):
+    """Chunks as files of a directory. Not `Abortable`: neither KvikIO nor a file system takes back what is begun."""
+
+    def __init__(self, options: GdsOptions) -> None:
+        self._direct_tally = Tally()
+        super().__init__(options, self._mover, self._direct_tally)
+        self._gds = options
+        self._kvikio: Any = None
+        self._files: CuFiles | None = None
+        self._way = Way(False, False, "")
+        self._told = ""
+
+    def _mover(self) -> Mover:
+        """On a thread, at each opening."""
+        kvikio = library()
+        claims.claim(kvikio, self, self._gds)
+        self._way = way = way_of(kvikio, self._gds.compat)
+        if self._gds.compat == "never" and not way.cufile:
+            claims.release(kvikio, self)
+            raise ConfigError(f"gds: compat: never, but {way.why}; or write compat: auto")
+        self._kvikio = kvikio
+        if way.why and way.why != self._told:
+            _log.warning("gds: %s: %s", self._gds.directory(), self._mode())
+        self._told = way.why
+        self._files = CuFiles(kvikio) if way.device else None
+        return self._files if self._files and self._gds.host_memory == "kvikio" else PlainMover()
+
+    def _mode(self) -> str:
+        way = self._way
+        mode = "cuFile" if way.cufile else "compatibility mode"
+        return f"{mode}: {way.why}" if way.why else mode
+
+    async def close(self) -> None:
+        await super().close()
+        if self._kvikio is not None:
+            claims.release(self._kvikio, self)
+
+    def advice(self) -> Sequence[str]:
+        """Makes this an `Advises`."""
+        return [f"gds: {self._mode()}"] if self._way.why and self._gds.compat != "always" else []
+
+    def _direct(self, chunks: ChunkFiles) -> DirectFiles:
+        if self._files is None:
+            raise BackendError(f"gds: {self._gds.directory()}: {self._way.why}; until then read through host memory")
+        return DirectFiles(chunks, self._files, self._direct_tally, trust=self._gds.trust)
+
+    async def read_direct(self, reads: Sequence[DirectRead], back: CopyBack) -> list[ReadResult]:
+        """Makes this a `DeviceDirect`."""
+        for read in reads:
+            check_read(read)
+        session = self._sessions.current
+        return await session.each(self._direct(session.chunks).read, [(read, back) for read in reads])
+
+    async def write_direct(self, writes: Sequence[DirectWrite], back: CopyBack) -> list[WriteResult]:
+        for write in writes:
+            check_write(write)
+        session = self._sessions.current
+        direct = self._direct(session.chunks)
+        batches = [list(writes)]
+        if len({write.chunk.key for write in writes}) < len(writes):  # in turn: the last of a key is to stay
+            batches = [[write] for write in writes]
+        results = []
+        for batch in batches:
+            results += await session.each(direct.write, [(write, back) for write in batch])
+        stored = [w.chunk for w, result in zip(writes, results, strict=True) if result is WriteResult.STORED]
+        self._note_use([chunk.key for chunk in stored])
+        session.wrote(sum(len(chunk.pages) * chunk.shards * chunk.page_bytes for chunk in stored))
+        return results
