@@ -18,7 +18,7 @@ __all__ = ["Device", "EngineStream", "Event", "Memory", "Module", "Piece", "Stre
 
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
 _NON_BLOCKING = 1
-_NO_TIMING = 2
+_BLOCKING, _NO_TIMING = 1, 2
 _PORTABLE, _MAPPED = 1, 2
 _IN_STREAM_ORDER = 1
 _LEGACY_STREAMS = (0, 1, 2)
@@ -116,13 +116,13 @@ class _Handle:
 
 
 class Event(_Handle):
-    """A moment of a stream, as of its latest `Stream.record`."""
+    """A moment of a stream, as of its latest `Stream.record`. Who waits for it leaves the CPU to others."""
 
     _destroy = "cuEventDestroy_v2"
 
     def __init__(self, device: Device) -> None:
         made = ctypes.c_void_p()
-        device.driver.call("cuEventCreate", ctypes.byref(made), _NO_TIMING)
+        device.driver.call("cuEventCreate", ctypes.byref(made), _BLOCKING | _NO_TIMING)
         super().__init__(device.driver, made.value)
 
     def query(self) -> bool:

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
@@ -20,12 +21,13 @@ static struct State {
     bool initialised = false;
     int version = 12080, failing_code = 0, retained = 0;
     std::string failing, log;
-    std::vector<Handle> contexts;
     std::set<Handle> streams, events, modules;
     std::map<u64, size_t> memory, registered;
     std::atomic<bool> busy{false}, waits{false};
 } state;
 
+static thread_local std::vector<Handle> contexts;
+static std::recursive_mutex mutex;
 static char context, other_context;
 static int failing(const char* name) { return state.failing == name ? state.failing_code : OK; }
 static void note(const std::string& what) { state.log += what + "\n"; }
@@ -35,10 +37,11 @@ static bool is_stream(Handle one) { return (u64)one <= 2 || known(state.streams,
 static Handle made(std::set<Handle>& all) { return *all.insert(malloc(1)).first; }
 
 #define BEGIN                                          \
+    std::lock_guard<std::recursive_mutex> held(mutex); \
     if (int code = failing(__func__)) return code;     \
     if (!state.initialised) return NOT_INITIALIZED;
 #define INSIDE                                                                     \
-    BEGIN if (state.contexts.empty() || state.contexts.back() != &context) return BAD_CONTEXT;
+    BEGIN if (contexts.empty() || contexts.back() != &context) return BAD_CONTEXT;
 
 struct Kernels { const char* name; Kernel kernel; };
 static Kernels kernels[] = {
@@ -50,7 +53,7 @@ struct Attributes { int order, source[2], target[2]; unsigned flags; };
 
 extern "C" {
 void fake_reset() {
-    state.version = 12080, state.failing = "", state.log = "", state.contexts.clear(), state.busy = false;
+    state.version = 12080, state.failing = "", state.log = "", contexts.clear(), state.busy = false;
     state.retained = 0, state.registered.clear(), state.initialised = false;
     state.streams.clear(), state.events.clear(), state.modules.clear(), state.memory.clear();
 }
@@ -58,8 +61,8 @@ void fake_version(int version) { state.version = version; }
 void fake_fail(const char* name, int code) { state.failing = name, state.failing_code = code; }
 void fake_busy(int busy) { state.busy = busy; }
 int fake_waits() { return state.waits; }
-void fake_enter_other() { state.contexts.push_back(&other_context); }
-int fake_depth() { return (int)state.contexts.size(); }
+void fake_enter_other() { contexts.push_back(&other_context); }
+int fake_depth() { return (int)contexts.size(); }
 int fake_retained() { return state.retained; }
 int fake_left() { return (int)(state.streams.size() + state.events.size() + state.modules.size() + state.memory.size()); }
 const char* fake_log() { return state.log.c_str(); }
@@ -92,8 +95,8 @@ int cuDeviceGetAttribute(int* value, int which, int) {
 }
 int cuDevicePrimaryCtxRetain(Handle* to, int device) { BEGIN return ++state.retained, *to = &context, device < 10; }
 int cuDevicePrimaryCtxRelease_v2(int device) { BEGIN return --state.retained, device < 10; }
-int cuCtxPushCurrent_v2(Handle which) { BEGIN return state.contexts.push_back(which), OK; }
-int cuCtxPopCurrent_v2(Handle* which) { INSIDE return *which = &context, state.contexts.pop_back(), OK; }
+int cuCtxPushCurrent_v2(Handle which) { BEGIN return contexts.push_back(which), OK; }
+int cuCtxPopCurrent_v2(Handle* which) { INSIDE return *which = &context, contexts.pop_back(), OK; }
 int cuCtxGetStreamPriorityRange(int* least, int* greatest) { INSIDE return *least = 0, *greatest = -5, OK; }
 
 int cuModuleLoadData(Handle* module, const void* image) {
@@ -141,13 +144,16 @@ static int until_idle() {
     state.waits = false;
     return state.busy ? FAILED : OK;
 }
-int cuStreamSynchronize(Handle stream) { INSIDE return is_stream(stream) ? until_idle() : BAD_HANDLE; }
+int cuStreamSynchronize(Handle stream) {
+    { INSIDE if (!is_stream(stream)) return BAD_HANDLE; }
+    return until_idle();
+}
 int cuStreamWaitEvent(Handle stream, Handle event, unsigned flags) {
     INSIDE
     note("wait " + text((u64)stream) + " " + text((u64)event));
     return !is_stream(stream) || !known(state.events, event) ? BAD_HANDLE : flags ? INVALID : OK;
 }
-int cuEventCreate(Handle* event, unsigned flags) { INSIDE return *event = made(state.events), flags != 2; }
+int cuEventCreate(Handle* event, unsigned flags) { INSIDE return *event = made(state.events), flags != 3; }
 int cuEventDestroy_v2(Handle event) { INSIDE return state.events.erase(event) ? OK : BAD_HANDLE; }
 int cuEventRecord(Handle event, Handle stream) {
     INSIDE
@@ -155,7 +161,10 @@ int cuEventRecord(Handle event, Handle stream) {
     return is_stream(stream) && known(state.events, event) ? OK : BAD_HANDLE;
 }
 int cuEventQuery(Handle event) { INSIDE return !known(state.events, event) ? BAD_HANDLE : state.busy ? NOT_READY : OK; }
-int cuEventSynchronize(Handle event) { INSIDE return known(state.events, event) ? until_idle() : BAD_HANDLE; }
+int cuEventSynchronize(Handle event) {
+    { INSIDE if (!known(state.events, event)) return BAD_HANDLE; }
+    return until_idle();
+}
 
 int cuMemAlloc_v2(u64* address, size_t size) {
     INSIDE

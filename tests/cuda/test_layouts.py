@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lmcache_cuda.geometry import Payload, Planes, Units, arrange
-from lmcache_transfer.paged import Layout
 from lmcache_transfer.layout import Plane, PlaneShape, describe
+from lmcache_transfer.paged import Layout
 from tests.cuda.engines import address
 from tests.cuda.host import HostKernels
 from tests.transfer.naive import Engine, block_tables, engines

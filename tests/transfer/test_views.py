@@ -64,7 +64,7 @@ def test_the_transfer_is_found_by_name(layers: list[Any]) -> None:
 
 
 def test_options_of_the_transfer() -> None:
-    with pytest.raises(ConfigError, match=r"streams and staging.*'stream'"):
+    with pytest.raises(ConfigError, match=r"transfer cpu: .*stream"):
         load_transfer("cpu").create({"stream": True})
     with pytest.raises(ConfigError, match=r"staging.*64KiB"):
         load_transfer("cpu").create({"streams": True, "staging": 5})

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lmcache_core.config.conversion import convert
 from lmcache_core.errors import ConfigError
 from lmcache_core.hookspecs import hookimpl
 from lmcache_core.protocols import Transfer
 from lmcache_transfer.hostdevice import HostDevice
 from lmcache_transfer.paged import Layer, Layout, PagedLayout
 from lmcache_transfer.plans import plan_copies
-from lmcache_transfer.streamed import StreamedTransfer, read_options
+from lmcache_transfer.streamed import StreamedTransfer, StreamOptions
 from lmcache_transfer.views import GroupedView, Indexed, PagedView
 
 __all__ = ["CpuTransfer", "GroupedView", "Layout", "PagedKV", "PagedView", "lmcache_create_transfer"]
@@ -33,13 +34,19 @@ __all__ = ["CpuTransfer", "GroupedView", "Layout", "PagedKV", "PagedView", "lmca
 @hookimpl
 def lmcache_create_transfer(options: Mapping[str, Any]) -> Transfer:
     """Called once for each engine."""
-    unknown = set(options) - {"streams", "staging"}
-    if unknown:
-        names = ", ".join(map(repr, sorted(unknown)))
-        raise ConfigError(f"the transfer 'cpu' has the options streams and staging, and was given {names}")
-    if not options.get("streams"):
-        return CpuTransfer()
-    return StreamedTransfer(HostDevice(), read_options({k: v for k, v in options.items() if k != "streams"}))
+    try:
+        read = convert(dict(options), CpuOptions)
+    except ConfigError as error:
+        raise ConfigError(f"transfer cpu: {error}") from error
+    read.check()
+    return StreamedTransfer(HostDevice(), read) if read.streams else CpuTransfer()
+
+
+class CpuOptions(StreamOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the transfer `cpu`. A field's docstring is its documentation everywhere."""
+
+    streams: bool = False
+    """Copy as on a GPU, layer by layer on a thread, instead of on the caller's."""
 
 
 class CpuTransfer:

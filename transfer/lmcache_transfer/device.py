@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +37,10 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Work of the device, done in order."""
+    """Work of the device, done in order. Events are those of the same device."""
 
-    def record(self, event: Event) -> None: ...
-    def wait(self, event: Event) -> None:
+    def record(self, event: Any) -> None: ...
+    def wait(self, event: Any) -> None:
         """Have what comes next in the stream wait for the event. The caller does not wait."""
         ...
 

@@ -182,12 +182,14 @@ def describe(tensor: Tensor | np.ndarray[Any, Any], dims: str, on: str = "cpu") 
     Raises:
         LayoutError: `dims` doesn't fit the tensor, the tensor isn't on a device of kind `on`, or elements share memory.
     """
+    where = "host memory" if on == "cpu" else f"memory of a device of kind {on}"
     if isinstance(tensor, np.ndarray):
+        if on != "cpu":
+            raise LayoutError(f"an array of numpy is not in {where}")
         layout = _layout(dims, tensor.shape, tensor.strides, tensor.itemsize, tensor.dtype.name)
         return Described(tensor.ctypes.data, layout, tensor.flags.writeable)
     device = getattr(tensor, "device", None)
     if device is not None and device.type != on:
-        where = "host memory" if on == "cpu" else f"memory of a device of kind {on}"
         raise LayoutError(f"a tensor on {device} is not in {where}")
     itemsize = tensor.element_size()
     strides = tuple(stride * itemsize for stride in tensor.stride())

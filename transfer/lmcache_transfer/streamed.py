@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lmcache_core.config.conversion import convert
 from lmcache_core.errors import ConfigError, LayoutError, UsageError
 from lmcache_core.streaming import Copying, Layer
 from lmcache_core.units import ByteSize
@@ -20,7 +19,7 @@ from lmcache_transfer.pinned import PinnedMemory
 from lmcache_transfer.pipeline import Move, Part
 from lmcache_transfer.streams import Load, Store, StreamThread
 
-__all__ = ["StreamOptions", "StreamedKV", "StreamedTransfer", "StreamedView", "read_options"]
+__all__ = ["StreamOptions", "StreamedKV", "StreamedTransfer", "StreamedView"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,20 +28,14 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     staging: ByteSize = 32 << 20
     """Memory of the device for a layer on its way; there are four such buffers."""
 
+    def check(self) -> None:
+        """See that they can be used.
 
-def read_options(written: Mapping[str, Any]) -> StreamOptions:
-    """The options of a transfer.
-
-    Raises:
-        ConfigError: One is unknown or not what it must be.
-    """
-    try:
-        options = convert(dict(written), StreamOptions)
-    except ConfigError as error:
-        raise ConfigError(f"transfer: {error}") from error
-    if options.staging < 1 << 16:
-        raise ConfigError(f"transfer: staging: {options.staging} bytes hold no page; write 64KiB or more")
-    return options
+        Raises:
+            ConfigError: They can't.
+        """
+        if self.staging < 1 << 16:
+            raise ConfigError(f"transfer: staging: {self.staging} bytes hold no page; write 64KiB or more")
 
 
 class StreamedTransfer:

@@ -140,10 +140,14 @@ class Store:
         self._submit(jobs)
 
     def _submit(self, jobs: Sequence[tuple[Move, range]]) -> None:
-        with _translated(), self._device.entered():
-            event = self._device.event()
-            self._events.append(event)
-            self._device.engine_stream().record(event)
+        try:
+            with self._device.entered():
+                event = self._device.event()
+                self._events.append(event)
+                self._device.engine_stream().record(event)
+        except CudaError as error:
+            self.failure = error  # the future tells it
+            return
         self._thread.put(lambda: self._thread.outward(self, jobs, event))
 
     def end(self) -> Future[None]:
@@ -287,10 +291,13 @@ class StreamThread:
         moves: Sequence[Move],
         failure: Exception | None,
     ) -> None:
+        event: Event | None = None
         try:
             event = self.device.event()
             record(event)
         except Exception as error:  # noqa: BLE001  the device is lost, and nothing of it will ever write again
+            if event is not None:
+                event.close()
             _tell(future, failure or error)
             return
         self._endings[direction].put(_Ending(event, future, moves, failure))
