@@ -57,6 +57,7 @@ _ENTRY = struct.Struct("<Q16s")
 _KEY = 32
 _SUM_AT = 40
 _NO_SUM = bytes(16)
+_PARENT_AT = 96
 _NO_PARENT = bytes(_KEY)
 _ENCRYPTED = 1
 _ZEROS = bytes(ALIGN)
@@ -256,13 +257,22 @@ def verify_header(
         raise FrameError("the header is damaged")
     found = _FIXED.unpack_from(head)
     coding = _coding(found) or PLAIN
-    wanted = _fixed(form, space, parent, coding)
+    wanted = _fixed(form, space, parent_of(head, parent), coding)
     if found != wanted:
         raise FrameError(_difference(found, wanted))
     keys_end = _FIXED.size + _KEY * form.pages
     if head[_FIXED.size : keys_end] != b"".join(pages):
         raise FrameError("the frame holds other pages than its key says")
     return coding, _table(head, form, coding)
+
+
+def parent_of(frame: bytes | bytearray | memoryview, parent: bytes) -> bytes:
+    """The parent of the chunk in a frame, of which that one is expected: what the header says where one of both is
+    empty. A page's key stands for all pages in front of it, so who stores or asks for a run of pages may leave out what
+    is in front of them and means the same chunk."""
+    said = bytes(frame[_PARENT_AT : _PARENT_AT + _KEY])
+    said = b"" if said == _NO_PARENT or len(said) != _KEY else said
+    return parent if said and parent else said
 
 
 def check_size(frame: memoryview, form: FrameShape, table: Iterable[Page]) -> None:

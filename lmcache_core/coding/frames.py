@@ -105,6 +105,7 @@ def decode(buffer: memoryview, nbytes: int, subject: Subject, keys: Keyring | No
     form = subject.form
     stored = buffer[:nbytes]
     coding, table = frame.verify_header(stored, *subject)
+    subject = subject._replace(parent=frame.parent_of(stored, subject.parent))
     if keys is not None and not coding.encrypted:
         return Unreadable.NOT_ENCRYPTED
     key = keys.find(coding.key_id) if keys is not None else None

@@ -91,6 +91,21 @@ def test_a_valid_frame_of_another_chunk_is_refused(change: dict[str, object], me
         check(sealed(form, **arguments), form)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("told", "asked"), [(PARENT, b""), (b"", PARENT), (b"", b"")])
+def test_what_is_in_front_of_a_chunk_may_be_left_out(told: bytes, asked: bytes) -> None:
+    """Its first page's key says it; but nothing else that the header says may be another."""
+    form = frame.shape(3, 1, 500)
+    whole = sealed(form, parent=told)
+    frame.verify(memoryview(whole), form, SPACE, asked, keys(3))
+    with pytest.raises(FrameError, match="other pages"):
+        frame.verify(memoryview(whole), form, SPACE, asked, [b"\x09" * 32, *keys(3)[1:]])
+    for place in range(form.header_bytes):
+        whole[place] ^= 0x40
+        with pytest.raises(FrameError):
+            frame.verify(memoryview(whole), form, SPACE, asked, keys(3))
+        whole[place] ^= 0x40
+
+
 def test_swapped_frames_are_refused() -> None:
     form = frame.shape(2, 1, 500)
     other = sealed(form, pages=[b"\x21" * 32, b"\x22" * 32])

@@ -21,7 +21,7 @@ from lmcache_core.client import KEY_BYTES, Client
 from lmcache_core.connectors.sglang import engine, identity, sharing
 from lmcache_core.connectors.sglang.hostpages import Buffer, FlatPages, HostPages, as_page_numbers, buffers_of
 from lmcache_core.connectors.sglang.nodes import engine_name, engine_settings, open_client
-from lmcache_core.connectors.sglang.options import read_options
+from lmcache_core.connectors.sglang.options import lacking, read_options
 from lmcache_core.connectors.sglang.pagestore import PageStore
 from lmcache_core.connectors.sglang.snapshots import Snapshots, restorable
 from lmcache_core.errors import LayoutError, LMCacheError, UsageError
@@ -164,11 +164,13 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             place.arguments, self._options.weights_id, lambda: f"random {engine.secret()} {place.replica}"
         )
         name = str(storage.model_name or "")
+        extra = storage.extra_config or {}
+        lacks = lacking(extra, engine.passes_prefix_keys(extra))
         self._shared = engine_settings(self._options.config).layout == "canonical"
         if self._shared:
             for reason in sharing.not_shared(storage, pool, place.arguments, sidecars=False):
                 raise LayoutError(f"layout: canonical cannot be had of this engine: {reason}")
-            sharing.check_settings(storage.extra_config or {}, self._options.config, tokens)
+            sharing.check_settings(self._options.config, tokens, lacks)
             self._pages = sharing.SharedPages(pool)
             self._namespace = sharing.describe_shared(pool, weights=weights, model_name=name)
         else:
@@ -191,6 +193,7 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             rank=place.rank,
             ranks=place.ranks,
             lease=LONGEST_PREFETCH,
+            lacks=lacks,
         )
         if not engine.watch_updates():
             log.warning("this version of SGLang does not tell when weights are changed in place; clear the cache then")

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from sglang.srt import runtime_context
@@ -15,7 +15,17 @@ from torch.distributed import distributed_c10d
 
 from lmcache_core.connectors.sglang.nodes import engine_name, engine_settings
 
-__all__ = ["Place", "connects", "epoch_of", "place", "secret", "updates", "watch_updates", "weights_now"]
+__all__ = [
+    "Place",
+    "connects",
+    "epoch_of",
+    "passes_prefix_keys",
+    "place",
+    "secret",
+    "updates",
+    "watch_updates",
+    "weights_now",
+]
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +69,26 @@ def connects(source: Any) -> bool:
         ConfigError: It can't be used.
     """
     return bool(engine_settings(source).connect)
+
+
+def passes_prefix_keys(extra: Mapping[str, Any]) -> bool | None:
+    """Whether SGLang tells a storage backend what is in front of a run of pages: it keeps that key of the extra
+    configuration to itself. None where that is not known, as this is another configuration than it was started with.
+
+    Args:
+        extra: What it has given to the backend.
+    """
+    written = _of(place().arguments, "hicache_storage_backend_extra_config", None)
+    if not written:
+        return None
+    try:
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController as Controller
+
+        kept, *_, passes = Controller.parse_storage_backend_extra_config(written)
+    except (ImportError, AttributeError, TypeError, ValueError, OSError) as error:  # of another version, or moved
+        log.debug("what SGLang was started with can't be told: %s", error)
+        return None
+    return bool(passes) if all(kept.get(name) == value for name, value in extra.items()) else None
 
 
 class _Updates:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,6 +17,7 @@ from lmcache_core.config.environment import FILE_VARIABLE, PREFIX
 from lmcache_core.direct import DirectClient
 from lmcache_core.errors import ConfigError
 from lmcache_core.namespace import chunk_tokens_for
+from lmcache_core.protocols import Scannable
 from lmcache_core.service.address import remove_stale_sockets, runtime_socket, socket_path
 from lmcache_core.service.remote import RemoteClient
 from lmcache_core.units import format_size
@@ -80,7 +82,16 @@ def engine_socket(engine: str, source: Source) -> str:
     return socket_path(runtime_socket(f"{SOCKETS}{name}"))
 
 
-def open_client(source: Source, engine: str, page_tokens: int, *, rank: int, ranks: int, lease: float) -> Client:
+def open_client(
+    source: Source,
+    engine: str,
+    page_tokens: int,
+    *,
+    rank: int,
+    ranks: int,
+    lease: float,
+    lacks: Sequence[str] = (),
+) -> Client:
     """A rank's way to its node.
 
     Args:
@@ -90,9 +101,10 @@ def open_client(source: Source, engine: str, page_tokens: int, *, rank: int, ran
         rank: Of those on this host; the first has the node.
         ranks: How many there are.
         lease: Seconds for which what was found must be kept at least.
+        lacks: What the extra configuration lacks for telling where in a prompt a run of pages begins.
 
     Raises:
-        ConfigError: The configuration can't be used.
+        ConfigError: The configuration can't be used, or not with what the engine tells.
         PluginError: A backend isn't installed.
         PoolError: The host pool can't be had.
     """
@@ -107,6 +119,8 @@ def open_client(source: Source, engine: str, page_tokens: int, *, rank: int, ran
                 page_tokens,
                 said,
             )
+            if lacks:
+                log.warning("%s; do so if the node has such tiers", _unplaced(lacks))
         return RemoteClient(path, config, f"sglang rank {rank}")
     if rank:
         path = socket_path(config.socket) if config.socket else engine_socket(engine, source)
@@ -116,6 +130,10 @@ def open_client(source: Source, engine: str, page_tokens: int, *, rank: int, ran
         remove_stale_sockets(SOCKETS)  # SGLang kills what it does not need any more
         config = msgspec.structs.replace(config, socket=engine_socket(engine, source))
     client = DirectClient(build_node(config), owns=True)
+    asked = [tier.config.name for tier in client.node.runners if not isinstance(tier.backend, Scannable)]
+    if asked and lacks:
+        client.close()
+        raise ConfigError(f"{_unplaced(lacks)}, and {', '.join(asked)} cannot")
     log.info(
         "KV of this engine is kept in %s of host memory in all, in pages of %d tokens and chunks of %d; tiers: %s "
         "(configured by %s)",
@@ -135,6 +153,15 @@ def fitted(config: Config, page_tokens: int, lease: float) -> Config:
         page_tokens=page_tokens,
         chunk_tokens=chunk_tokens_for(page_tokens, config.chunk_tokens),
         lease_timeout=max(config.lease_timeout, lease),
+    )
+
+
+def _unplaced(lacks: Sequence[str]) -> str:
+    """A chunk has the name of its last page, whatever the others are. A tier that lists what it holds tells them, any
+    other is asked by names that follow from the prompt's start."""
+    return (
+        f"hicache-storage-backend-extra-config: write {' and '.join(lacks)}: without, it is not known where in a "
+        "prompt a run of pages begins, and tiers that cannot list what they hold are asked for the wrong chunks"
     )
 
 

@@ -13,7 +13,7 @@ from lmcache_core.config.environment import FILE_VARIABLE
 from lmcache_core.errors import ConfigError
 from lmcache_core.units import Duration
 
-__all__ = ["THEIRS", "Options", "read_options"]
+__all__ = ["THEIRS", "Options", "lacking", "read_options"]
 
 THEIRS = frozenset(
     {
@@ -54,6 +54,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Time for which a page that could not be read counts as missing."""
     promises: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
     """Look-ups whose pages are kept until they have been read. The oldest are forgotten."""
+
+
+def lacking(written: Mapping[str, Any], passes_prefix_keys: bool | None) -> list[str]:
+    """What the extra configuration lacks for telling where in a prompt a run of pages begins, as it is written.
+
+    Args:
+        written: What of it has come to the backend.
+        passes_prefix_keys: Whether SGLang has taken it to say so; None where that is not known.
+    """
+    found = [] if written.get("interface_v1") else ['"interface_v1": 1']
+    return found if passes_prefix_keys in (True, None) else [*found, '"hicache_storage_pass_prefix_keys": true']
 
 
 def read_options(written: Mapping[str, Any]) -> tuple[Options, list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -128,24 +127,23 @@ def _quantized(model: Mapping[str, Any]) -> str:
     return str(said.get("quant_method", "its checkpoint")) if isinstance(said, Mapping) else ""
 
 
-def check_settings(extra: Mapping[str, Any], source: Source, page_tokens: int) -> None:
+def check_settings(source: Source, page_tokens: int, lacking: Sequence[str]) -> None:
     """Refuse settings by which nothing would be shared, though nothing fails.
 
     Args:
-        extra: SGLang's extra configuration.
         source: The cache's configuration.
         page_tokens: Tokens of a page of SGLang.
+        lacking: What SGLang's extra configuration lacks for telling where a run of pages begins.
 
     Raises:
-        LayoutError: SGLang's interface is the wrong one, or pages are not those that all engines are to have.
+        LayoutError: That is not told, or pages are not those that all engines are to have.
         ConfigError: The configuration can't be used.
     """
-    for needed, value in (("interface_v1", 1), ("hicache_storage_pass_prefix_keys", True)):
-        if not extra.get(needed):
-            raise LayoutError(
-                f'layout: canonical needs "{needed}": {json.dumps(value)} in the extra configuration; without it '
-                "nothing would be found that another engine has stored"
-            )
+    if lacking:
+        raise LayoutError(
+            f"layout: canonical needs {' and '.join(lacking)} in the extra configuration; without it nothing would be "
+            "found that another engine has stored"
+        )
     if isinstance(source, Config | LoadedConfig):
         return
     loaded = load_config(source)

@@ -20,6 +20,7 @@ from lmcache_core.wrappers.faulty import Faulty, always, every
 from lmcache_core.wrappers.slow import Slow
 from tests.connectors.sglang.host import LAYOUTS, Host, World, opened, prompt_keys
 from tests.node.kv import until
+from tests.node.shelf import Shelf
 
 KEYS = prompt_keys(1, 40)
 SHORT = Options(read_timeout=0.05, read_timeout_per_ki_token=0.0, lookup_timeout=0.2, store_timeout=0.05)
@@ -27,6 +28,15 @@ SHORT = Options(read_timeout=0.05, read_timeout_per_ki_token=0.0, lookup_timeout
 
 def tier() -> CpuBackend:
     return CpuBackend(CpuOptions())
+
+
+class Unlisted:
+    """A shelf that outlives a node and is asked by name alone."""
+
+    def __init__(self) -> None:
+        shelf = self.shelf = Shelf()
+        self.open, self.close = shelf.open, shelf.close
+        self.contains, self.read, self.write, self.delete = shelf.contains, shelf.read, shelf.write, shelf.delete
 
 
 @pytest.fixture(params=["direct", "remote"])
@@ -84,6 +94,21 @@ def test_a_run_whose_place_is_not_known_begins_a_stretch_of_its_own(world: World
     assert world.fetch(KEYS[6:]) == 34
     world.forget("cpu")
     assert world.fetch(KEYS, batch=5) == 40
+
+
+@pytest.mark.parametrize("start", range(0, 18))
+def test_a_new_node_finds_the_rest_of_what_an_engine_has_the_beginning_of(start: int) -> None:
+    """On a tier that is asked by name: what is in front of the first chunk is not asked for."""
+    tier = Unlisted()
+    with opened(tier) as world:
+        for before, end in ((0, 6), (6, 7), (7, 13), (13, 18)):
+            world.compute(KEYS[before:end], KEYS[:before])
+        world.settle()
+    with opened(tier) as world:
+        assert world.fetch(KEYS[start:18], KEYS[:start]) == 18 - start
+        world.forget("cpu")
+        assert world.fetch(KEYS[start:18], KEYS[:start]) == 18 - start
+    assert not any(verb == "delete" for verb, _ in tier.shelf.calls)
 
 
 def test_a_run_behind_pages_that_are_gone_begins_a_stretch_of_its_own(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from lmcache_core.config import Config, CpuConfig
 from lmcache_core.connectors.sglang import nodes
 from lmcache_core.connectors.sglang.nodes import engine_name, engine_settings, engine_socket, open_client
-from lmcache_core.connectors.sglang.options import Options, read_options
+from lmcache_core.connectors.sglang.options import Options, lacking, read_options
 from lmcache_core.direct import DirectClient
 from lmcache_core.errors import ConfigError
 from lmcache_core.node import Node
@@ -49,8 +50,8 @@ def test_options_that_cannot_be_meant_are_refused(written: dict[str, Any], text:
     assert str(raised.value).startswith("hicache-storage-backend-extra-config: ")
 
 
-def open_one(source: Any, engine: str, rank: int = 0, ranks: int = 1, page: int = 16) -> Any:
-    return open_client(source, engine, page, rank=rank, ranks=ranks, lease=60.0)
+def open_one(source: Any, engine: str, rank: int = 0, ranks: int = 1, page: int = 16, **more: Any) -> Any:
+    return open_client(source, engine, page, rank=rank, ranks=ranks, lease=60.0, **more)
 
 
 @pytest.mark.parametrize(("page", "chunk"), [(1, 256), (16, 256), (48, 288), (64, 256), (512, 512)])
@@ -167,3 +168,28 @@ def test_the_log_says_where_kv_is_kept(tmp_path: Path, caplog: pytest.LogCapture
         f"KV of this engine is kept by the node at {path}, in pages of 16 tokens (configured by the extra "
         "configuration)"
     ]
+
+
+def test_tiers_that_are_asked_by_name_need_to_know_where_a_run_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = {"backend": "nfs", "name": "shared", "path": str(tmp_path / "nfs"), "must_be_mounted": False}
+    disk = {"backend": "disk", "path": str(tmp_path / "disk"), "capacity": "4MiB"}
+    (tmp_path / "nfs").mkdir()
+    lacks = lacking({}, passes_prefix_keys=False)
+    open_one(SMALL | {"tiers": [disk, shared]}, "engine h").close()
+    open_one(SMALL | {"tiers": [disk]}, "engine h", lacks=lacks).close()
+    told = r'write "interface_v1": 1 and "hicache_storage_pass_prefix_keys": true: without.*, and shared cannot$'
+    with pytest.raises(ConfigError, match=told):
+        open_one(SMALL | {"tiers": [disk, shared]}, "engine h", lacks=lacks)
+    assert [thread for thread in threading.enumerate() if thread.name == "lmcache-loop"] == []
+    assert not any("interface_v1" in record.message for record in caplog.records)
+    open_one({"connect": str(tmp_path / "s")}, "engine h", lacks=lacks).close()
+    assert sum("hicache_storage_pass_prefix_keys" in record.message for record in caplog.records) == 1
+
+
+def test_what_tells_where_a_run_begins() -> None:
+    assert lacking({"interface_v1": 1}, passes_prefix_keys=True) == []
+    assert lacking({"interface_v1": 1}, passes_prefix_keys=None) == []  # attached while running: nobody can tell
+    assert lacking({"interface_v1": 1}, passes_prefix_keys=False) == ['"hicache_storage_pass_prefix_keys": true']
+    assert lacking({"interface_v1": 0}, passes_prefix_keys=True) == ['"interface_v1": 1']

@@ -165,22 +165,18 @@ def test_a_model_that_is_not_here_is_needed_here(tmp_path: Path, monkeypatch: py
         list(not_shared(STORAGE, pool("page_first"), arguments, sidecars=False))
 
 
-GOOD: dict[str, Any] = {"interface_v1": 1, "hicache_storage_pass_prefix_keys": True}
-
-
-@pytest.mark.parametrize("lacking", GOOD)
-def test_without_what_it_needs_it_is_refused(lacking: str) -> None:
-    with pytest.raises(LayoutError, match=f'layout: canonical needs "{lacking}": (1|true) in the extra configuration'):
-        check_settings(GOOD | {lacking: 0}, {"layout": "canonical"}, 128)
-    check_settings(GOOD, {"layout": "canonical"}, 128)
+def test_without_the_places_of_runs_it_is_refused() -> None:
+    with pytest.raises(LayoutError, match='layout: canonical needs "interface_v1": 1 in the extra configuration'):
+        check_settings({"layout": "canonical"}, 128, ['"interface_v1": 1'])
+    check_settings({"layout": "canonical"}, 128, [])
 
 
 def test_pages_of_another_size_are_refused_where_somebody_has_asked_for_them() -> None:
     shared = {"layout": "canonical"}
     with pytest.raises(LayoutError, match=r"page_tokens is 64, and SGLang has pages of 16 tokens.*--page-size 64"):
-        check_settings(GOOD, shared | {"page_tokens": 64}, 16)
-    check_settings(GOOD, shared | {"page_tokens": 64}, 64)
-    check_settings(GOOD, shared | {"page_tokens": 64, "connect": "auto"}, 16)  # the node's own are asked for later
+        check_settings(shared | {"page_tokens": 64}, 16, [])
+    check_settings(shared | {"page_tokens": 64}, 64, [])
+    check_settings(shared | {"page_tokens": 64, "connect": "auto"}, 16, [])  # the node's own are asked for later
 
 
 def test_a_model_whose_positions_move(tmp_path: Path) -> None:
