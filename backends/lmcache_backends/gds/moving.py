@@ -25,6 +25,8 @@ class DeviceMemory:
     """A piece of a device's memory, as libraries of Python hand it to each other."""
 
     def __init__(self, address: int, nbytes: int) -> None:
+        self._start = address
+        self._end = address + nbytes
         self.__cuda_array_interface__ = {
             "data": (address, False),
             "shape": (nbytes,),
@@ -32,6 +34,11 @@ class DeviceMemory:
             "strides": None,
             "version": 3,
         }
+
+    def __getitem__(self, behind: slice) -> DeviceMemory:
+        """What is left of it behind so many bytes."""
+        start = self._start + behind.start
+        return DeviceMemory(start, self._end - start)
 
 
 class CuFiles:
@@ -62,11 +69,15 @@ class CuFiles:
         """Put `data`, of `nbytes`, at `offset` of the file, which is open for reading and writing."""
         try:
             with self._open(f"/proc/self/fd/{fd}", "r+") as file:
-                done = file.pwrite(data, nbytes, offset, nbytes).get()
+                done = 0
+                while done < nbytes:  # as much as there was room for; the rest says whether there is more
+                    left = nbytes - done
+                    some = file.pwrite(data[done:], left, offset + done, left).get()
+                    if not some:
+                        raise OSError(errno.EIO, f"KvikIO writes nothing more after {done} of {nbytes} bytes")
+                    done += some
         except (RuntimeError, ValueError, MemoryError) as error:
             raise _as_os_error(error) from error
-        if done != nbytes:
-            raise OSError(errno.EIO, f"KvikIO has written {done} of {nbytes} bytes")
 
 
 def _as_os_error(error: Exception) -> OSError:

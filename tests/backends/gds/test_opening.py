@@ -1,0 +1,253 @@
+"""What users write, which mode comes of it, and what is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_backends.gds import GdsBackend, GdsOptions
+from lmcache_backends.gds import library as library_module
+from lmcache_backends.gds.tally import Tally
+from lmcache_core.config import load_config
+from lmcache_core.config.conversion import convert
+from lmcache_core.errors import BackendError, ConfigError
+from lmcache_core.plugins import load_backend
+from lmcache_core.protocols import (
+    Abortable,
+    Advises,
+    CostlyProbes,
+    CountsEvents,
+    Describes,
+    DeviceDirect,
+    Lists,
+    ReadsShorter,
+    RemembersUse,
+    WriteResult,
+)
+from lmcache_core.testing import make_chunk, make_key
+from tests.backends.gds.kit import framed, opened, options, value
+from tests.backends.gds.standin import CompatMode, StandIn
+from tests.backends.nfs.kit import opened as opened_as_nfs
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "backends" / "gds.md"
+SIZE = 64 * 2**10
+
+
+def test_the_plugin_is_found_by_its_name() -> None:
+    plugin = load_backend("gds")
+    assert plugin.options_type is GdsOptions
+    backend = plugin.create(convert({"path": "/nvme/kv", "compat": "never", "capacity": "1TiB"}, GdsOptions))
+    for capability in (Advises, CostlyProbes, CountsEvents, Describes, DeviceDirect, Lists, ReadsShorter, RemembersUse):
+        assert isinstance(backend, capability)
+    assert not isinstance(backend, Abortable)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"path": ""}, "gds: path is empty; write the directory that shall hold the cache"),
+        ({"path": "kv"}, "gds: path 'kv' must be absolute; write it from / on"),
+        ({"path": "/"}, "gds: path is /; write a directory for the cache alone, as in /mnt/kv"),
+        ({"ttl": "0s"}, "gds: ttl must be 1s or more"),
+        ({"compat": "off"}, "tiers[0].compat: 'off' is not possible; write one of auto, always, never"),
+        ({"host_memory": "cufile"}, "tiers[0].host_memory: 'cufile' is not possible; write one of plain, kvikio"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    wanted = {"path": "/mnt/kv"} | changes
+    file = tmp_path / "node.yaml"
+    lines = "".join(f"    {key}: {json.dumps(value)}\n" for key, value in wanted.items())
+    file.write_text(f"tiers:\n  - backend: gds\n{lines}")
+    (key,) = changes
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert str(caught.value).startswith(f"{file}:{3 + list(wanted).index(key)}: ")
+    assert message in str(caught.value)
+
+
+def told_without(*modules: str, path: Path) -> str:
+    code = f"""
+import asyncio, sys
+for name in {modules!r}:
+    sys.modules[name] = None
+from lmcache_backends.gds import GdsBackend, GdsOptions
+try:
+    asyncio.run(GdsBackend(GdsOptions(path={str(path)!r})).open())
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_what_is_not_installed_is_named_when_it_is_needed(path: Path) -> None:
+    assert told_without("kvikio", path=path) == (
+        "ConfigError gds: KvikIO is not installed; pip install 'lmcache-core[gds]'\n"
+    )
+    assert not path.exists()
+
+
+@pytest.mark.usefixtures("real")
+def test_what_kvikio_lacks_is_named(path: Path) -> None:
+    told = told_without("kvikio._lib.defaults", path=path)
+    assert told.startswith("ConfigError gds: KvikIO ")
+    told = told_without("numpy", "libkvikio", path=path)
+    assert re.fullmatch(
+        r"ConfigError gds: KvikIO cannot be loaded: .+; install what it lacks, or another build of it\n", told
+    )
+
+
+async def mode(path: Path, caplog: pytest.LogCaptureFixture, **changes: Any) -> list[str]:
+    """The lines that opening it three times writes."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        backend = GdsBackend(options(path, **changes))
+        for _ in range(3):
+            await backend.open()
+        advice = [line.removeprefix("gds: ") for line in backend.advice()]
+        await backend.close()
+    lines = [record.getMessage().removeprefix(f"gds: {path}: ") for record in caplog.records]
+    assert advice == ([] if changes.get("compat") == "always" else lines)
+    return lines
+
+
+async def test_each_mode_has_one_line_that_says_why(
+    standin: StandIn, path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await mode(path, caplog) == []
+    monkeypatch.setattr(library_module, "_NVIDIA_FS", "/nowhere")
+    assert await mode(path, caplog) == [
+        "cuFile: nvidia-fs is not loaded, so cuFile itself copies through host memory where a drive cannot do without; "
+        "see `gdscheck -p`"
+    ]
+    standin.cufile_driver.error = RuntimeError(
+        "cuFile error at: /kvikio/cpp/src/driver.cpp:30: NVFS driver initialization error"
+    )
+    assert await mode(path, caplog) == [
+        "compatibility mode: cuFile does not start (NVFS driver initialization error); see `gdscheck -p` and cufile.log"
+    ]
+    standin.defaults.cufile = False
+    monkeypatch.setattr(library_module, "_UDEV", str(path))
+    assert await mode(path, caplog) == [
+        "compatibility mode: KvikIO finds no cuFile; install nvidia-cufile-cu12, or CUDA's own"
+    ]
+    monkeypatch.setattr(library_module, "_UDEV", "/nowhere")
+    assert await mode(path, caplog) == [
+        "compatibility mode: cuFile needs /nowhere, which cannot be read; in a container, --volume /nowhere:/nowhere:ro"
+    ]
+    standin.defaults.set("compat_mode", CompatMode.ON)
+    monkeypatch.setenv("KVIKIO_COMPAT_MODE", "ON")
+    assert await mode(path, caplog) == ["compatibility mode: as KVIKIO_COMPAT_MODE=ON asks for"]
+    assert await mode(path, caplog, compat="always") == ["compatibility mode: as `compat: always` asks for"]
+    monkeypatch.setattr(library_module, "_DRIVER", "libnone.so.1")
+    (line,) = await mode(path, caplog)
+    assert line.startswith("compatibility mode: there is no CUDA driver (libnone.so.1: cannot open shared object file")
+    assert line.endswith("so no device's memory; install NVIDIA's driver, or take nfs or disk")
+
+
+async def test_never_compatibility_mode_is_refused_where_there_is_nothing_else(
+    standin: StandIn, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(path, compat="never") as backend:
+        assert standin.defaults.get("compat_mode") is CompatMode.OFF
+        assert backend.advice() == []
+    standin.cufile_driver.error = RuntimeError("NVFS driver initialization error")
+    with pytest.raises(ConfigError, match=r"^gds: compat: never, but cuFile does not start \(NVFS driver init.*write "):
+        await GdsBackend(options(path, compat="never")).open()
+    monkeypatch.setattr(library_module, "_DRIVER", "libnone.so.1")
+    with pytest.raises(
+        ConfigError, match=r"^gds: compat: never, but there is no CUDA driver .*; or write compat: auto$"
+    ):
+        await GdsBackend(options(path, compat="never")).open()
+    assert standin.defaults.get("compat_mode") is CompatMode.AUTO, "nothing is left of it"
+
+
+async def test_one_process_has_one_mode(standin: StandIn, path: Path, tmp_path: Path) -> None:
+    async with opened(path, compat="always"):
+        assert standin.defaults.get("compat_mode") is CompatMode.ON
+        with pytest.raises(ConfigError, match="gds: compat: auto and always cannot both be in one process"):
+            await GdsBackend(options(tmp_path / "other")).open()
+        async with opened(tmp_path / "third", compat="always"):
+            pass
+        assert standin.defaults.get("compat_mode") is CompatMode.ON
+    assert standin.defaults.get("compat_mode") is CompatMode.AUTO
+    async with opened(tmp_path / "other"):
+        pass
+
+
+async def test_kvikio_gets_as_many_threads_as_the_tier_has_and_keeps_more(standin: StandIn, path: Path) -> None:
+    """Setting them waits for all that is under way: it is done only where it must."""
+    for threads, expected, times in ((4, 4, 1), (8, 8, 2), (2, 8, 2), (8, 8, 2)):
+        async with opened(path, threads=threads):
+            assert standin.defaults.get("num_threads") == expected
+            assert standin.defaults.changed.count("num_threads") == times
+
+
+@pytest.mark.parametrize("direct", ["auto", "never"])
+async def test_the_page_cache_is_passed_by_unless_it_is_wanted(standin: StandIn, path: Path, direct: str) -> None:
+    async with opened(path, direct=direct):
+        for name in ("auto_direct_io_read", "auto_direct_io_write"):
+            assert standin.defaults.get(name) is (direct == "auto")
+
+
+async def test_without_a_driver_host_memory_works_and_a_device_is_refused(
+    standin: StandIn, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library_module, "_DRIVER", "libnone.so.1")
+    one = framed()
+    async with opened(path, host_memory="kvikio") as backend:
+        assert await backend.write([one.plain()]) == [WriteResult.STORED]
+        assert await value(backend, one.chunk.key, one.form.nbytes) == one.frame
+        for call in (
+            backend.read_direct([one.pages(0, 0, 1, 4096)], standin.memory.copy_back),
+            backend.write_direct([one.on(standin.memory)], standin.memory.copy_back),
+        ):
+            with pytest.raises(BackendError, match=r"there is no CUDA driver .*; until then read through host memory"):
+                await call
+    assert standin.calls == []
+
+
+async def test_host_memory_is_moved_by_what_was_asked_for(standin: StandIn, path: Path) -> None:
+    chunk = make_chunk(make_key(1), SIZE)
+    async with opened(path) as backend:
+        await backend.write([chunk])
+        assert await value(backend, chunk.key, SIZE) == chunk.data
+        assert standin.calls == []
+    async with opened(path, host_memory="kvikio") as backend:
+        await backend.write([chunk])
+        assert await value(backend, chunk.key, SIZE) == chunk.data
+        assert standin.calls == [("pwrite", False, SIZE, 0, 1), ("pread", False, SIZE, 0, 1)]
+
+
+async def test_nfs_and_gds_read_what_each_has_stored(path: Path, standin: StandIn) -> None:
+    ours, theirs = make_chunk(make_key(1), SIZE), make_chunk(make_key(2), SIZE)
+    async with opened(path) as gds, opened_as_nfs(path) as nfs:
+        await gds.write([ours])
+        await nfs.write([theirs])
+        assert await gds.contains([theirs.key]) == await nfs.contains([ours.key]) == [True]
+        assert await value(gds, theirs.key, SIZE) == theirs.data
+
+
+async def test_a_path_that_is_not_shared_is_refused_only_on_demand(standin: StandIn, path: Path) -> None:
+    with pytest.raises(BackendError, match=f"gds: {path}: nothing shared is mounted there"):
+        await GdsBackend(options(path, must_be_mounted=True)).open()
+    async with opened(path):
+        assert path.is_dir()
+
+
+def test_the_page_has_examples_that_load_and_every_counter() -> None:
+    text = PAGE.read_text()
+    examples = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    assert examples
+    for example in examples:
+        (tier,) = load_config(example).config.tiers
+        assert isinstance(tier.options, GdsOptions)
+    told = set(re.findall(r"`([a-z_]+)`", text + (PAGE.parent / "nfs.md").read_text()))
+    assert [name for name in Tally().counts() if name not in told] == []
