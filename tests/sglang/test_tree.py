@@ -20,6 +20,10 @@ from tests.sglang.engine import prompt
 from tests.sglang.tree import Tree
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+KINDS = [
+    *(pytest.param(layout, False, id=f"heads-{layout}") for layout in LAYOUTS),
+    *(pytest.param(layout, True, id=f"latents-{layout}") for layout in LAYOUTS[:3]),  # all that SGLang has for them
+]
 WAYS = list(itertools.product((True, False), repeat=2))
 
 
@@ -36,13 +40,15 @@ def cache(node: Any, tmp_path: Path) -> dict[str, Any]:
     return {"connect": str(tmp_path / "s")}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "latent"), KINDS)
 @pytest.mark.parametrize(("stored", "read"), WAYS, ids=["v1-v1", "v1-v0", "v0-v1", "v0-v0"])
-def test_bytes_are_the_same_in_another_tree(cache: dict[str, Any], layout: str, stored: bool, read: bool) -> None:
+def test_bytes_are_the_same_in_another_tree(
+    cache: dict[str, Any], layout: str, latent: bool, stored: bool, read: bool
+) -> None:
     tokens = prompt(1, 96)
-    with Tree(cache, layout, v1=stored) as tree:
+    with Tree(cache, layout, latent=latent, v1=stored) as tree:
         want = tree.compute(tokens)
-    with Tree(cache, layout, v1=read) as tree:
+    with Tree(cache, layout, latent=latent, v1=read) as tree:
         assert tree.prefetch([*tokens, *prompt(2, 32)]) == 96
         got = tree.load(tokens)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -125,24 +131,53 @@ def test_clear_and_detach(cache: dict[str, Any]) -> None:
         assert tree.prefetch(tokens) == 0
 
 
-@pytest.mark.parametrize(("layout", "window"), [*((layout, None) for layout in LAYOUTS), ("page_first", 32)])
-def test_with_sglang_s_own_faults(
-    cache: dict[str, Any], layout: str, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own: calls that fail before they come to the backend, or come late."""
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.005")
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.2")
     chosen = random.Random(1)  # which calls fail is the same in each run
     monkeypatch.setattr(HiCacheStorageFailureInjector, "_thread_local_random", lambda self: chosen)
+
+
+@pytest.mark.usefixtures("faults")
+@pytest.mark.parametrize("v1", [True, False], ids=["v1", "v0"])
+@pytest.mark.parametrize(("layout", "latent"), KINDS)
+def test_with_sglang_s_own_faults(cache: dict[str, Any], layout: str, latent: bool, v1: bool) -> None:
+    """What comes is right, no thread has died, and something comes."""
     wants = []
-    with Tree(cache, layout, window=window) as tree:
+    with Tree(cache, layout, latent=latent, v1=v1) as tree:
         for seed in range(8):
             wants.append(tree.compute(prompt(seed, 96)))
+        assert all(thread.is_alive() for thread in tree.threads)
     come = 0
-    with Tree(cache, layout, window=window) as tree:
+    with Tree(cache, layout, latent=latent, v1=v1) as tree:
         for seed, want in enumerate(wants):
             there = tree.prefetch([*prompt(seed, 96), *prompt(99, 32)])
             come += there
-            if there == 96 or (there and window is None):
+            if there:
                 got = tree.load(prompt(seed, 96)[:there])
                 assert all(torch.equal(a, b[:there]) for a, b in zip(got, want, strict=True))
+        assert all(thread.is_alive() for thread in tree.threads)
+        assert tree.backend._backend.faults == 0
+    assert come > 0
+
+
+@pytest.mark.usefixtures("faults")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_sglang_s_own_faults_and_a_window(cache: dict[str, Any], layout: str) -> None:
+    wants = []
+    with Tree(cache, layout, window=32) as tree:
+        for seed in range(8):
+            wants.append(tree.compute(prompt(seed, 96)))
+        assert all(thread.is_alive() for thread in tree.threads)
+    come = 0
+    with Tree(cache, layout, window=32) as tree:
+        for seed, want in enumerate(wants):
+            there = tree.prefetch([*prompt(seed, 96), *prompt(99, 32)])
+            come += there
+            if there == 96:
+                got = tree.load(prompt(seed, 96))
+                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert all(thread.is_alive() for thread in tree.threads)
     assert come > 0

@@ -3,18 +3,23 @@ writes."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import unittest
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, drop_hicache_atexit_pin
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
@@ -24,6 +29,11 @@ from tests.sglang.engine import extra_config
 __all__ = ["HEADS", "LAYERS", "Tree"]
 
 LAYERS, HEADS, DIM = 4, 2, 32
+
+
+def _latents(*, head_num: int, head_dim: int, **settings: Any) -> Any:
+    """A pool of latents in the place of one of heads."""
+    return MLATokenToKVPool(kv_lora_rank=head_num * head_dim, qk_rope_head_dim=DIM // 2, **settings)
 
 
 class Tree(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignore[misc, unused-ignore]
@@ -36,6 +46,7 @@ class Tree(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignore
         page: Tokens of a page.
         policy: Of prefetches.
         window: Tokens of a sliding window that every other layer has.
+        latent: Whether KV is latents (MLA), and not heads.
         options: Others of the extra configuration.
     """
 
@@ -50,6 +61,7 @@ class Tree(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignore
         page: int = 16,
         policy: str = "wait_complete",
         window: int | None = None,
+        latent: bool = False,
         **options: Any,
     ) -> None:
         super().__init__("runTest")
@@ -65,7 +77,10 @@ class Tree(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignore
             head_num=HEADS,
             head_dim=DIM,
         )
-        self.cache, self.allocator, self.requests = build_fixture(self.cfg)
+        made = mock.patch.object(fixtures, "MHATokenToKVPool", _latents) if latent else contextlib.nullcontext()
+        with made:
+            self.cache, self.allocator, self.requests = build_fixture(self.cfg)
+        assert isinstance(self.allocator.get_kvcache(), MLATokenToKVPool) is latent
         ranks = get_parallel().override(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
         ranks.__enter__()
         self.addCleanup(ranks.__exit__, None, None, None)
@@ -107,6 +122,13 @@ class Tree(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignore
         """Ours, or SGLang's injector of faults around it."""
         return self.cache.cache_controller.storage_backend
 
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """SGLang's own, that look up, read and store."""
+        found = [each for each in vars(self.cache.cache_controller).values() if isinstance(each, threading.Thread)]
+        assert len(found) >= 3
+        return found
+
     def _match(self, tokens: Sequence[int]) -> Any:
         return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
 
@@ -118,6 +140,8 @@ class Tree(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignore
     def _buffers(self, places: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """All buffers, and the places of these tokens in them."""
         window, pool = self.cfg.sliding_window_size, self.allocator.get_kvcache()
+        if isinstance(pool, MLATokenToKVPool):
+            return [(buffer, places) for buffer in pool.kv_buffer]
         if window is None:
             return [(buffer, places) for buffer in (*pool.k_buffer, *pool.v_buffer)]
         inside = self.allocator.full_to_swa_index_mapping[places[-window:]]
@@ -134,7 +158,7 @@ class Tree(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignore
         matched = self._match(tokens)
         places = self.cache.path_device_indices(matched.last_device_node)[before:]
         for buffer, part in self._buffers(places):
-            buffer[part] = torch.randn(len(part), HEADS, DIM).to(buffer.dtype)
+            buffer[part] = torch.randn(len(part), *buffer.shape[1:]).to(buffer.dtype)
         self._backup_node(self.cache, matched.last_device_node)
         self._write_path_to_l3(self.cache, matched.last_device_node)
         self._flush_l3_backups(self.cache)
