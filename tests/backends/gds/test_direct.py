@@ -127,12 +127,22 @@ async def test_results_are_in_the_order_of_what_was_asked(device: Device, path: 
         assert backend.counters()["direct_corrupt"] == 1
 
 
-async def test_a_later_write_of_a_key_in_a_batch_stays(device: Device, path: Path) -> None:
+async def test_writes_of_one_key_in_a_batch_are_made_in_turn(device: Device, path: Path) -> None:
+    """The last one is to stay: each finds the one in front of it stored."""
     versions = [framed(version=version) for version in range(3)]
+    file = file_of(path, versions[0].chunk.key)
+    writes = [one.on(device) for one in versions]
+    found: list[bytes | None] = []
+
+    def looking(address: int, into: memoryview) -> None:
+        if any(address == write.addresses[0] for write in writes):
+            found.append(file.read_bytes() if file.exists() else None)
+        device.copy_back(address, into)
+
     async with opened(path) as backend:
-        writes = [one.on(device) for one in versions]
-        assert await backend.write_direct(writes, device.copy_back) == [WriteResult.STORED] * 3
-        assert await value(backend, versions[0].chunk.key, versions[0].form.nbytes) == versions[-1].frame
+        assert await backend.write_direct(writes, looking) == [WriteResult.STORED] * 3
+    assert found == [None, versions[0].frame, versions[1].frame]
+    assert file.read_bytes() == versions[2].frame
 
 
 def places(one: Framed) -> Iterator[tuple[int, bool]]:
