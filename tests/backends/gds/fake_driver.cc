@@ -38,24 +38,20 @@ static int copy(u64 to, u64 from, size_t size) {
 }
 
 extern "C" {
-u64 fake_allocate(size_t size) {
+int cuInit(unsigned flags) { return flags ? INVALID : OK; }
+int cuMemAlloc_v2(u64* address, size_t size) {
+    if (contexts.empty()) return BAD_CONTEXT;
     int file = memfd_create("device", 0);
     if (ftruncate(file, size)) abort();
     char* outside = (char*)mmap(nullptr, size, PROT_NONE, MAP_SHARED, file, 0);
     char* inside = (char*)mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     close(file);
     std::lock_guard<std::mutex> held(lock);
-    pieces[(u64)outside] = {size, inside};
-    return (u64)outside;
+    pieces[*address = (u64)outside] = {size, inside};
+    return OK;
 }
-int fake_put(u64 address, const void* from, size_t size) {
-    char* to = inside(address, size);
-    return to ? memcpy(to, from, size), OK : INVALID;
-}
-int fake_get(u64 address, void* to, size_t size) {
-    char* from = inside(address, size);
-    return from ? memcpy(to, from, size), OK : INVALID;
-}
+int cuMemcpyHtoD_v2(u64 to, const void* from, size_t size) { return copy(to, (u64)from, size); }
+int cuMemcpyDtoH_v2(void* to, u64 from, size_t size) { return copy((u64)to, from, size); }
 
 int cuDriverGetVersion(int* version) { return *version = 12020, OK; }
 int cuGetErrorName(int, const char** name) { return *name = "CUDA_ERROR_OF_THE_FAKE", OK; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ from lmcache_core.testing import aligned_buffer
 
 KIB, MIB = 2**10, 2**20
 DRIVER = "GDS_TESTS_DRIVER"
-"""Variable with the fake driver that this process was started with."""
+"""Variable with the driver that this process is to use, which may be a fake."""
 
 
 class Device(Protocol):
@@ -30,6 +31,45 @@ class Device(Protocol):
     def get(self, address: int, nbytes: int) -> bytes: ...
 
     def copy_back(self, address: int, into: memoryview) -> None: ...
+
+
+class Gpu:
+    """The first GPU's memory, by its driver."""
+
+    def __init__(self, driver: str) -> None:
+        self._cuda: Any = ctypes.CDLL(driver)
+        device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(device), 0)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if code := getattr(self._cuda, name)(*arguments):
+            raise OSError(f"{name} failed with {code}")
+
+    def _inside(self, name: str, *arguments: Any) -> None:
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            self._call(name, *arguments)
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def allocate(self, nbytes: int) -> int:
+        address = ctypes.c_uint64()
+        self._inside("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        return address.value
+
+    def put(self, address: int, content: bytes | memoryview) -> None:
+        self._inside("cuMemcpyHtoD_v2", ctypes.c_uint64(address), bytes(content), ctypes.c_size_t(len(content)))
+
+    def get(self, address: int, nbytes: int) -> bytes:
+        into = bytearray(nbytes)
+        self.copy_back(address, memoryview(into))
+        return bytes(into)
+
+    def copy_back(self, address: int, into: memoryview) -> None:
+        place = ctypes.byref(ctypes.c_char.from_buffer(into))
+        self._inside("cuMemcpyDtoH_v2", place, ctypes.c_uint64(address), ctypes.c_size_t(len(into)))
 
 
 def options(path: Path, **changes: Any) -> GdsOptions:

@@ -15,6 +15,7 @@ import pytest
 from lmcache_backends.gds import GdsBackend, GdsOptions
 from lmcache_backends.gds import library as library_module
 from lmcache_backends.gds.tally import Tally
+from lmcache_core import Cache
 from lmcache_core.config import load_config
 from lmcache_core.config.conversion import convert
 from lmcache_core.errors import BackendError, ConfigError
@@ -35,6 +36,7 @@ from lmcache_core.testing import make_chunk, make_key
 from tests.backends.gds.kit import framed, opened, options, value
 from tests.backends.gds.standin import CompatMode, StandIn
 from tests.backends.nfs.kit import opened as opened_as_nfs
+from tests.node.kv import CHUNK_FRAME, CHUNK_TOKENS, PAGE_TOKENS, namespace, retrieve
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "backends" / "gds.md"
@@ -240,6 +242,35 @@ async def test_a_path_that_is_not_shared_is_refused_only_on_demand(standin: Stan
         await GdsBackend(options(path, must_be_mounted=True)).open()
     async with opened(path):
         assert path.is_dir()
+
+
+STORES = """
+import sys
+from lmcache_core import Cache
+from tests.node.kv import namespace, store
+with Cache.open(sys.argv[1], namespace()) as cache:
+    assert store(cache, "abcdefghij")
+"""
+
+
+@pytest.mark.usefixtures("real")
+@pytest.mark.parametrize("host_memory", ["plain", "kvikio"])
+def test_what_one_process_stores_another_finds(tmp_path: Path, host_memory: str) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text(
+        f"chunk_tokens: {CHUNK_TOKENS}\n"
+        f"page_tokens: {PAGE_TOKENS}\n"
+        f"cpu: {{capacity: {max(2**20, 16 * CHUNK_FRAME)}}}\n"
+        f"tiers:\n  - backend: gds\n    path: {tmp_path}/kv\n    host_memory: {host_memory}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", STORES, str(file)], check=True, cwd=ROOT, timeout=60, capture_output=True, text=True
+    )
+    assert done.stdout == ""
+    with Cache.open(file, namespace()) as cache:
+        assert retrieve(cache, "abcdefghij") == 10
+        assert retrieve(cache, "abcdxy") == 4
+        assert retrieve(cache, "zz") == 0
 
 
 def test_the_page_has_examples_that_load_and_every_counter() -> None:
