@@ -234,6 +234,12 @@ class Client(Protocol):
     tenant: str
     """Whose the chunks are that this client stores; empty for the model's."""
 
+    @property
+    def memory(self) -> memoryview | None:
+        """The host pool as this process sees it: what `Grant.source` and `Room.target` lie in. None while the node is
+        not there."""
+        ...
+
     def register(self, namespace: Namespace) -> Model:
         """Make a namespace known to the node.
 

@@ -110,6 +110,14 @@ class DirectClient:
         """Names of the host pool and the tiers."""
         return list(self._bits)
 
+    @property
+    def memory(self) -> memoryview | None:
+        """See `Client`."""
+        try:
+            return self.node.pool.memory[:]
+        except ValueError:  # it has been closed
+            return None
+
     def register(self, namespace: Namespace) -> DirectModel:
         """See `Client`."""
         return DirectModel(namespace, self.node.register(namespace))

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from lmcache_core.client import AHEAD, Client, Held, Model, counted_group
+from lmcache_core.client import AHEAD, Client, Grant, Held, Model, counted_group
 from lmcache_core.errors import ClosedError
 from lmcache_core.protocols import KVView
 
@@ -160,8 +160,22 @@ def count_loaded(client: Client, loaded: Loaded, page_tokens: int) -> None:
         client.count("retrieved_tokens", tier, pages * page_tokens)
 
 
+class Granter(Protocol):
+    """What `load` asks of a client; see `Client`."""
+
+    def grant(self, held: Held, start: int, ahead: int) -> list[Grant]: ...
+    def consume(self, held: Held, parts: int) -> None: ...
+    def count(self, name: str, label: str, amount: float = 1) -> None: ...
+
+
+class Target(Protocol):
+    """What `load` asks of a view; see `KVView`."""
+
+    def scatter(self, group: int, first_page: int, pages: int, source: memoryview) -> None: ...
+
+
 def load(
-    client: Client, held: Held, view: KVView, first_page: int = 0, deadline: float | None = None
+    client: Granter, held: Held, view: Target, first_page: int = 0, deadline: float | None = None
 ) -> Operation[Loaded]:
     """Copy all parts of a lease into `view`; pages in front of `first_page` are there already. Where one is missing,
     what lies in front of it is what there is; of several groups, nothing."""
@@ -216,7 +230,7 @@ def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-def _scatter(view: KVView, group: int, first: int, pages: int, source: memoryview) -> Callable[[], None]:
+def _scatter(view: Target, group: int, first: int, pages: int, source: memoryview) -> Callable[[], None]:
     return lambda: view.scatter(group, first, pages, source)
 
 

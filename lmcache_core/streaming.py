@@ -46,6 +46,10 @@ class LayerLoad(Protocol):
         until it has ended. False if it could not be: the layer is not there, and the engine does not wait."""
         ...
 
+    def settle(self) -> None:
+        """Have what the engine submits next wait for all of it, so that it may do what it likes to the pages."""
+        ...
+
     def close(self) -> None:
         """Nobody asks for layers any more. Copies go on."""
         ...

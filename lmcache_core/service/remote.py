@@ -185,6 +185,12 @@ class RemoteClient:
         link = self._link
         return 0 if link is None else link.node_pid
 
+    @property
+    def memory(self) -> memoryview | None:
+        """See `Client`."""
+        link = self._link
+        return None if link is None or link.down else link.memory[:]
+
     def _up(self) -> Link:
         if self._closed.is_set():
             raise ClosedError(self._why_closed)

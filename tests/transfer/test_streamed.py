@@ -296,7 +296,7 @@ class TestPinned:
         device = self.Device()
         memory = PinnedMemory(device, piece=64)
         base, other = 1 << 20, 1 << 40
-        memory.pin(base, 2000)
+        memory.pin(base, memoryview(bytes(2000)))
         host, there = base + start, other
         piece = Piece(host, there, nbytes) if host_is_target else Piece(there, host, nbytes)
         cut = memory.split([piece])
@@ -314,7 +314,7 @@ class TestPinned:
         device = self.Device()
         memory = PinnedMemory(device, piece=64)
         for _ in range(3):
-            memory.pin(4096, 150)
+            memory.pin(4096, memoryview(bytes(150)))
         for thread in memory._threads:
             thread.join()
         assert device.pinned == [(4096, 64), (4160, 64), (4224, 22)]
@@ -326,7 +326,7 @@ class TestPinned:
                 raise TransferError("pinning is limited by ulimit -l")
 
         memory = PinnedMemory(Refuses(), piece=64)
-        memory.pin(4096, 640)
+        memory.pin(4096, memoryview(bytes(640)))
         memory._threads[0].join()
         assert [record.getMessage() for record in caplog.records] == [
             "0 of 640 bytes of the host pool are pinned, copies to and from the others are slower: "

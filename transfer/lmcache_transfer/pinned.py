@@ -28,16 +28,18 @@ class PinnedMemory:
     def __init__(self, device: Device, *, piece: int = PIECE) -> None:
         self._device = device
         self._piece = piece
-        self._areas: dict[int, int] = {}
+        self._areas: dict[int, memoryview] = {}
         self._pinned: list[int] = []
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def pin(self, address: int, nbytes: int) -> None:
-        """Pin this on a thread. Once is enough."""
-        if self._areas.get(address) == nbytes or not nbytes:
+    def pin(self, address: int, memory: memoryview) -> None:
+        """Pin what lies at an address, on a thread. Once is enough. It is held on to, as a driver would copy from what
+        was there if something else came to be there."""
+        nbytes = memory.nbytes
+        if address in self._areas or not nbytes:
             return
-        self._areas = {**self._areas, address: nbytes}  # whole, as others read it
+        self._areas = {**self._areas, address: memory}  # as a whole, for those who read it
         thread = threading.Thread(target=self._pin, args=(address, nbytes), name="lmcache-pin", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -66,9 +68,9 @@ class PinnedMemory:
         return [cut for piece in pieces for cut in self._cut(piece)]
 
     def _cut(self, piece: Piece) -> Sequence[Piece]:
-        for area, nbytes in self._areas.items():
+        for area, memory in self._areas.items():
             for host in (piece.target, piece.source):
-                if area <= host < area + nbytes:
+                if area <= host < area + memory.nbytes:
                     first = (host - area) // self._piece
                     if first != (host - area + piece.nbytes - 1) // self._piece:
                         return self._halves(piece, area + (first + 1) * self._piece - host)

@@ -79,7 +79,7 @@ class StreamedTransfer:
 
     def pin(self, memory: memoryview) -> None:
         """See `StreamingTransfer`."""
-        self._pinned.pin(_address(memory), memory.nbytes)
+        self._pinned.pin(_address(memory), memory)
 
     def load(self, copies: Sequence[Copying], order: Sequence[Layer] = ()) -> Load:
         """See `StreamingTransfer`.

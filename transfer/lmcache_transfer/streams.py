@@ -78,6 +78,7 @@ class Load:
         self.order = order
         self._device = device
         self._events = {layer: (device.event(), _Latch()) for layer in order}
+        self._all, self._latch = device.event(), _Latch()
         self.start = device.event()
         device.engine_stream().record(self.start)
 
@@ -87,8 +88,14 @@ class Load:
         record(event)
         latch.open(good=True)
 
-    def ended(self) -> None:
+    def ended(self, record: Callable[[Event], None]) -> None:
         """Nothing more will be submitted."""
+        good = True
+        try:
+            record(self._all)
+        except CudaError:
+            good = False  # nothing runs on this device any more
+        self._latch.open(good=good)
         for _, latch in self._events.values():
             latch.open(good=False)
 
@@ -97,8 +104,13 @@ class Load:
         if found is None:
             return True
         event, latch = found
-        if not latch.wait():
-            return False
+        return latch.wait() and self._engine_waits(event)
+
+    def settle(self) -> None:
+        if self._latch.wait():
+            self._engine_waits(self._all)
+
+    def _engine_waits(self, event: Event) -> bool:
         try:
             with self._device.entered():
                 self._device.engine_stream().wait(event)
@@ -115,6 +127,7 @@ class Load:
                 event.close()
             self._events.clear()
             self.start.close()
+            self._all.close()
 
 
 class Store:
@@ -260,7 +273,7 @@ class StreamThread:
                 load.submitted(layer, self.into.end)
         except Exception as error:  # noqa: BLE001  whatever it is, nobody may wait for ever
             failure = error
-        load.ended()
+        load.ended(self.into.end)
         self._end(1, self.into.end, load.done, [move for _, move in load.jobs], failure)
 
     def outward(self, store: Store, jobs: Sequence[tuple[Move, range]], computed: Event) -> None:

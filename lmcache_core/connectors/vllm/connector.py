@@ -166,6 +166,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._check_policy(vllm_config)
         else:
             rank = parallel.rank % parallel.tensor_parallel_size
+            if identity.interleaves(vllm_config):
+                options = msgspec.structs.replace(options, layerwise=False)
             self._door = WorkerDoor(options.config, engine, rank // replicas, same_process=same_process)
             self._worker = WorkerSide(options, self._door.client, writes=rank % replicas == 0, warn=self._warn)
 
@@ -185,6 +187,11 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self.faults += 1
         self._log.warning(method, "%s failed and is passed over: %s: %s", method, type(error).__name__, error)
         log.debug("%s failed", method, exc_info=error)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A graph of all layers would pass over what is to happen between them."""
+        return read_options(extra_config).layerwise is not False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -400,7 +407,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             # What lies in a block of the CPU backend is its own affair: K lies transposed in it.
             dims = "bhoo" if device == "cpu" else "bhtd"
             apart = [self._apart(layer, spec) for layer in layers] if self._is_canonical else None
-            groups.append(Geometry(layers, dims, spec.block_tokens, first.shape[0] // blocks, apart))
+            kernel_blocks = first.shape[0] // blocks
+            groups.append(Geometry(layers, dims, spec.block_tokens, kernel_blocks, apart, spec.layer_names))
         worker.register(
             groups, device, backend=self._backend(), isa=self._isa(tensors[0][0]) if device == "cpu" else ""
         )
@@ -465,11 +473,13 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @_guarded(None)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        return  # what a step needs is there before it begins
+        if self._worker is not None:
+            self._worker.wait_layer(layer_name)
 
     @_guarded(None)
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        return  # all layers together, when the forward pass has ended
+        if self._worker is not None:
+            self._worker.layer_computed(layer_name)
 
     @_guarded(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from lmcache_core.errors import LayoutError
 from lmcache_core.namespace import Encoding
 from lmcache_core.plugins import load_transfer
 from lmcache_core.protocols import KVView, RegisteredKV, Transfer
+from lmcache_core.streaming import Copying, Layer, StreamingTransfer
 
 __all__ = ["NULL_BLOCK", "EngineKV", "Geometry", "RequestView"]
 
@@ -32,6 +34,7 @@ class Geometry:
         block_tokens: Of the engine's block table.
         kernel_blocks: Blocks of the tensors in one of those.
         apart: K and V of each layer, as `bhtd`, where chunks shall be in the canonical layout.
+        names: Of the layers, as the engine calls them.
     """
 
     layers: Sequence[Any]
@@ -39,6 +42,7 @@ class Geometry:
     block_tokens: int
     kernel_blocks: int = 1
     apart: Sequence[tuple[Any, Any]] | None = None
+    names: Sequence[str] = ()
 
 
 class EngineKV:
@@ -49,17 +53,32 @@ class EngineKV:
         device: Where they are, as torch calls it.
         backend: Of attention.
         isa: Instruction set, where the content of blocks depends on it.
+        options: Of the transfer.
 
     Raises:
         LayoutError: They lie in a way that cannot be copied.
         PluginError: There is no transfer for this device.
     """
 
-    def __init__(self, groups: Sequence[Geometry], device: str, *, backend: str, isa: str) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Geometry],
+        device: str,
+        *,
+        backend: str,
+        isa: str,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.groups = list(groups)
         self.page_tokens = 0
         """Tokens of a page, once that is known."""
-        self._transfer: Transfer = load_transfer(device).create({})
+        self._transfer: Transfer = load_transfer(device).create(options or {})
+        self.streams = self._transfer if isinstance(self._transfer, StreamingTransfer) else None
+        """Of the device, if copies are made on them."""
+        self.layers = _named(groups)
+        """What the engine calls its layers."""
+        self.order = [self.layers[name] for name in sorted(self.layers, key=_natural)]
+        """Layers as the engine comes to them."""
         self._pages: list[RegisteredKV] = []
         self._blocks = [self._register(group, group.block_tokens) for group in groups]
         """The same, a block a page."""
@@ -98,16 +117,29 @@ class EngineKV:
         are."""
         page_blocks = [self.page_tokens // group.block_tokens for group in self.groups]
         tables = [np.array(ids, np.intp) for ids in blocks]
-        views = [
-            kv.view(_kernel(table, group)) for kv, table, group in zip(self._pages, tables, self.groups, strict=True)
-        ]
         null = [table == NULL_BLOCK for table in tables]
+        if self.streams is not None:
+            for table, none, group in zip(tables, null, self.groups, strict=True):
+                table[none] = -1
+                table[: skip_tokens // group.block_tokens] = -1
+            return RequestView(first_page, self._views(tables), page_blocks, null, [])
+        views = self._views(tables)
         kept = [
             self._keep(number, table[: skip_tokens // group.block_tokens])
             for number, (table, group) in enumerate(zip(tables, self.groups, strict=True))
             if skip_tokens
         ]
         return RequestView(first_page, views, page_blocks, null, self._nowhere, kept)
+
+    def _views(self, tables: Sequence[NDArray[np.intp]]) -> list[KVView]:
+        return [
+            kv.view(_kernel(table, group)) for kv, table, group in zip(self._pages, tables, self.groups, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Wait for what is under way, and let go of the device."""
+        if self.streams is not None:
+            self.streams.close()
 
     def _keep(self, group: int, blocks: NDArray[np.intp]) -> Kept:
         kv, geometry = self._blocks[group], self.groups[group]
@@ -153,6 +185,10 @@ class RequestView:
         null = self._null[group][(first_page - self._first) * count : (first_page - self._first + pages) * count]
         return null.reshape(pages, count) if len(null) == pages * count and first_page >= self._first else None
 
+    def copying(self, group: int, first_page: int, pages: int, buffer: memoryview) -> Copying:
+        """The same, to be made on streams."""
+        return Copying(group, self._views[group], first_page - self._first, pages, buffer)
+
     def gather(self, group: int, first_page: int, pages: int, into: memoryview) -> None:
         self._views[group].gather(0, first_page - self._first, pages, into)
 
@@ -185,7 +221,23 @@ class RequestView:
 def _kernel(table: Any, group: Geometry) -> Any:
     """Numbers of the tensors' blocks, for those of the engine's block table."""
     count = group.kernel_blocks
-    return table if count == 1 else np.add.outer(table * count, np.arange(count)).ravel()
+    if count == 1:
+        return table
+    return np.where(table[:, None] < 0, -1, np.add.outer(table * count, np.arange(count))).ravel()
+
+
+def _named(groups: Sequence[Geometry]) -> dict[str, Layer]:
+    """Each layer by its name; where layers have none, by made up ones."""
+    return {
+        name: Layer(number, place)
+        for number, group in enumerate(groups)
+        for place, name in enumerate(group.names or [f"layer {n} group {number}" for n in range(len(group.layers))])
+    }
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """In the order of the numbers in names."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _one_encoding(encodings: Sequence[Encoding], groups: Sequence[Geometry]) -> Encoding:

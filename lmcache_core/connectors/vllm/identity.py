@@ -116,6 +116,13 @@ def block_tokens(specs: Sequence[GroupSpec]) -> int:
     return math.lcm(*(spec.block_tokens for spec in specs))
 
 
+def interleaves(vllm_config: Any) -> bool:
+    """Whether the engine computes a step in two halves, a layer of one beside a layer of the other, so that a layer is
+    not complete when one of them has been through it."""
+    parallel = vllm_config.parallel_config
+    return bool(getattr(parallel, "enable_dbo", False) or getattr(parallel, "use_ubatching", False))
+
+
 def refusals(vllm_config: Any) -> Iterator[str]:
     """Why an engine with these settings cannot use the cache."""
     parallel = vllm_config.parallel_config

@@ -107,9 +107,13 @@ class Loading:
         if client is None or kv is None or held is None or held.pages != job.pages:
             self._end()
             return
-        view = kv.view(job.first_page, job.blocks, job.skip_tokens)
-        self._operation = operations.load(client, held, view, job.first_page)
+        self._operation = self._operate(client, kv, held)
         self._next(lambda operation: next(operation))
+
+    def _operate(self, client: Client, kv: EngineKV, held: Held) -> operations.Operation[operations.Loaded]:
+        job = self.job
+        view = kv.view(job.first_page, job.blocks, job.skip_tokens)
+        return operations.load(client, held, view, job.first_page)
 
     def _send(self, answer: bool) -> None:
         self._next(lambda operation: operation.send(answer))
@@ -160,4 +164,7 @@ class Loading:
         client, held = self._client, self._held
         self._held = None
         if client is not None and held is not None:
-            client.release(held)
+            self._release(client, held)
+
+    def _release(self, client: Client, held: Held) -> None:
+        client.release(held)

@@ -102,11 +102,13 @@ class Report:
     unsaved: set[int] = field(default_factory=set)
     """Stores of pages that turned out to be worthless."""
     timings: list[Timing] = field(default_factory=list)
+    late: list[Timing] = field(default_factory=list)
+    """Of loads that had ended for the engine before their copies had."""
     computed: list[tuple[int, int, float]] = field(default_factory=list)
     """Steps of prefill on the first rank: tokens, tokens in front of them, seconds."""
 
     def __bool__(self) -> bool:
-        told = (self.facts, self.refused, self.loaded, self.failed, self.saved, self.unsaved, self.computed)
+        told = (self.facts, self.refused, self.loaded, self.failed, self.saved, self.unsaved, self.late, self.computed)
         return any(told)
 
     def __add__(self, other: Report) -> Report:
@@ -123,5 +125,6 @@ class Report:
             self.saved + other.saved,
             self.unsaved | other.unsaved,
             self.timings + other.timings,
+            self.late + other.late,
             self.computed + other.computed,
         )

@@ -257,6 +257,8 @@ class SchedulerSide:
             self._register()
         for timing in report.timings:
             self._timings[timing.request].append(timing)
+        for timing in report.late[:1]:  # all ranks say much the same
+            self._weighing.learn(timing, {})
         for tokens, context, seconds in report.computed:
             self._weighing.rates.computed(tokens, context, seconds)
         for number, ranks in report.saved.items():

@@ -8,13 +8,15 @@ compute they take all the time there is, and wait for what is still being read f
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from lmcache_core.client import Client
 from lmcache_core.connectors.vllm.enginekv import EngineKV, Geometry
 from lmcache_core.connectors.vllm.loading import Loading
 from lmcache_core.connectors.vllm.options import Options
-from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step
+from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step, Timing
+from lmcache_core.connectors.vllm.streaming import StepStore, StreamedLoading
 from lmcache_core.errors import LMCacheError
 
 __all__ = ["WorkerSide"]
@@ -50,6 +52,8 @@ class WorkerSide:
         self._warn = warn
         self._clock = clock
         self._kv: EngineKV | None = None
+        self._layerwise = False
+        """Copies are made layer by layer, not all together."""
         self._told = False
         self._loads: dict[str, Loading] = {}
         self._report = Report()
@@ -62,6 +66,16 @@ class WorkerSide:
         """Seconds of the step that went to loads."""
         self._spoilt = False
         """A load of this step has failed, and so its forward pass computes nonsense."""
+        self._layered: list[StreamedLoading] = []
+        """Loads of this step that the engine waits for layer by layer."""
+        self._storing: StepStore | None = None
+        """What this step completes."""
+        self._reading: list[StepStore] = []
+        """What is maybe still being read out of the engine's blocks."""
+        self._stored: deque[int] = deque()
+        self._worthless: set[int] = set()
+        """Of stores that are made on streams: those that have ended, and those that come to nothing."""
+        self._late: deque[Timing] = deque()
 
     def register(self, groups: Sequence[Geometry], device: str, *, backend: str, isa: str) -> None:
         """Learn where the engine's KV lies.
@@ -70,7 +84,12 @@ class WorkerSide:
             LayoutError: It lies in a way that cannot be copied.
             PluginError: There is no transfer for this device.
         """
-        self._kv = EngineKV(groups, device, backend=backend, isa=isa)
+        layerwise = self._options.layerwise
+        options = dict(self._options.transfer)
+        if device == "cpu" and layerwise is not None:
+            options["streams"] = True
+        self._kv = EngineKV(groups, device, backend=backend, isa=isa, options=options)
+        self._layerwise = self._kv.streams is not None and layerwise is not False
         self._told = False
 
     # The steps of the engine
@@ -100,6 +119,7 @@ class WorkerSide:
         if self._kv is not None:
             self._kv.cut(step.page_tokens)
         self._spoilt = False
+        self._let_go()
         if busy:
             for loading in self._loads.values():
                 loading.alone = False
@@ -109,11 +129,25 @@ class WorkerSide:
                 loading.run(None)
                 self._spoilt |= loading.failed
                 self._finish(loading)
+                if isinstance(loading, StreamedLoading) and loading.layered is not None:
+                    self._layered.append(loading)
+        self._begin_store(step)
         self._go_on(self._options.load_slice if busy else IDLE_SLICE, may_wait=not busy)
 
     def _loading(self, job: Load) -> Loading:
         client = self._find_client()
         counts = self._writes and client is not None and not client.shard
+        if self._kv is not None and self._kv.streams is not None:
+            return StreamedLoading(
+                job,
+                client,
+                self._kv,
+                self._warn,
+                self._clock,
+                counts=counts,
+                layerwise=self._layerwise,
+                late=self._late.append,
+            )
         return Loading(job, client, self._kv, self._warn, self._clock, counts=counts)
 
     def _go_on(self, seconds: float, *, may_wait: bool) -> None:
@@ -138,19 +172,103 @@ class WorkerSide:
         if timing is not None:
             self._report.timings.append(timing)
         if loading.failed:
-            self._report.failed.add(job.request)
-            if len(job.blocks) == 1:
-                bad = loading.lacking()
-                self._bad_blocks |= bad
-                if job.now:
-                    self._report.lost |= bad
-            else:
-                self._failed.add(job.request)
+            self._fail(loading)
         if not job.now:
             self._ended.add(job.request)
 
+    def _fail(self, loading: Loading) -> None:
+        job = loading.job
+        self._report.failed.add(job.request)
+        if len(job.blocks) == 1:
+            bad = loading.lacking()
+            self._bad_blocks |= bad
+            if job.now:
+                self._report.lost |= bad
+        else:
+            self._failed.add(job.request)
+
+    # Layer by layer
+
+    def wait_layer(self, name: str) -> None:
+        """The engine comes to a layer: what is loaded of it must be there first."""
+        if not self._layered or self._kv is None or (layer := self._kv.layers.get(name)) is None:
+            return
+        started = self._clock()
+        for loading in list(self._layered):
+            load = loading.layered
+            if load is not None and not load.wait(layer):
+                self._spoil(loading)
+        self._ours += self._clock() - started
+
+    def _spoil(self, loading: StreamedLoading) -> None:
+        """What was promised to this step is not there after all."""
+        self._layered.remove(loading)
+        self._spoilt = True
+        loading.pages = loading.job.first_page
+        self._fail(loading)
+
+    def layer_computed(self, name: str) -> None:
+        """The engine has computed a layer."""
+        if self._storing is not None and self._layerwise and self._kv is not None and not self._spoilt:
+            layer = self._kv.layers.get(name)
+            if layer is not None:
+                self._storing.computed(layer)
+
+    def _let_go(self) -> None:
+        """Before the engine does anything else to its blocks: what a step reads and writes of them has ended then, or
+        comes first on the device."""
+        if self._storing is not None:  # the step before has not come to its end
+            self._storing.end(worthless=True)
+            self._reading.append(self._storing)
+            self._storing = None
+        for storing in self._reading:
+            storing.free()
+        self._reading.clear()
+        self._settle()
+
+    def _settle(self) -> None:
+        for loading in self._layered:
+            load = loading.layered
+            if load is not None:
+                load.settle()
+                load.close()
+        self._layered.clear()
+
+    def _begin_store(self, step: Step) -> None:
+        client, kv = self._find_client(), self._kv
+        if kv is None or kv.streams is None or client is None:
+            return
+        memory = client.memory
+        if memory is not None:
+            kv.streams.pin(memory)
+        if not step.saves or self._spoilt or not self._writes:
+            return
+        storing = StepStore(client, kv, self._stored.extend, self._warn)
+        try:
+            storing.begin(step.saves)
+        except LMCacheError as error:
+            self._warn("save", f"KV of a request could not be stored: {error}")
+            return
+        self._storing = storing
+
+    def _end_store(self) -> None:
+        """The stores of a step that are made on streams."""
+        if self._storing is not None:
+            self._storing.end(worthless=self._spoilt)
+            self._reading.append(self._storing)
+            self._storing = None
+
     def save(self, step: Step) -> None:
         """Store what the forward pass of a step has completed."""
+        self._settle()
+        if self._kv is not None and self._kv.streams is not None:
+            if self._spoilt:
+                self._worthless.update(job.number for job in step.saves)
+            begun = self._storing is not None
+            self._end_store()
+            if not begun:
+                self._stored.extend(job.number for job in step.saves if job.number not in self._stored)
+            return
         for job in step.saves:
             self._report.saved[job.number] += 1
             if self._spoilt:
@@ -194,6 +312,14 @@ class WorkerSide:
 
     def report(self) -> Report | None:
         """What there is to tell the scheduler's side."""
+        while self._stored:
+            number = self._stored.popleft()
+            self._report.saved[number] += 1
+            if number in self._worthless:
+                self._worthless.remove(number)
+                self._report.unsaved.add(number)
+        while self._late:
+            self._report.late.append(self._late.popleft())
         report, self._report = self._report, Report()
         if not self._told and self._kv is not None:
             report.facts = self._kv.facts
@@ -214,3 +340,6 @@ class WorkerSide:
         for loading in list(self._loads.values()):
             loading.fail()
         self._loads.clear()
+        self._let_go()
+        if self._kv is not None:
+            self._kv.close()

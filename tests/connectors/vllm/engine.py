@@ -331,7 +331,9 @@ class Engine:
             before = [memory.copy() for memory in self.memory[rank]]
             worker.computed(step)
             worker.save(step)
-            self._unchanged(rank, before, [set() for _ in self.groups], "a save")
+            beside = worker._kv is not None and worker._kv.streams is not None  # loads go on meanwhile
+            allowed = self._loading() if beside else [set() for _ in self.groups]
+            self._unchanged(rank, before, allowed, "a save")
             mine, lost = worker.ended()
             for request_id in mine:
                 self._received.setdefault(request_id, set()).add(rank)
@@ -354,11 +356,15 @@ class Engine:
     def _start(self, rank: int, step: Step, plan: Plan) -> None:
         before = [memory.copy() for memory in self.memory[rank]]
         self.workers[rank].start(step, busy=bool(plan.tokens))
+        self._unchanged(rank, before, self._loading(), "a load")
+
+    def _loading(self) -> list[set[int]]:
+        """Blocks that are being loaded, by group."""
         allowed: list[set[int]] = [set() for _ in self.groups]
         for request in self.requests.values():
             for group, blocks in enumerate(request.loading):
                 allowed[group] |= blocks
-        self._unchanged(rank, before, allowed, "a load")
+        return allowed
 
     def _unchanged(self, rank: int, before: list[Array], allowed: list[set[int]], what: str) -> None:
         for group, (layers, memory) in enumerate(zip(self.groups, self.memory[rank], strict=True)):
@@ -576,6 +582,10 @@ class Engine:
     def _forward(self, rank: int, plan: Plan, first: dict[str, int]) -> set[str]:
         """Compute tokens. Returns the requests that were computed with KV that is not theirs."""
         wrong = set()
+        worker = self.workers[rank]
+        names = [f"layer {n} group {group}" for group, layers in enumerate(self.groups) for n in range(layers.count)]
+        for name in names if plan.tokens else ():
+            worker.wait_layer(name)
         for request_id, count in plan.tokens.items():
             request, start = self.requests[request_id], first[request_id]
             right = self.right(rank, request, start)
@@ -588,6 +598,8 @@ class Engine:
                 blocks, offsets = self._places(request, group, start, start + count)
                 assert blocks.all(), "the null block is nobody's"
                 self.memory[rank][group][:, blocks, :, offsets] = made
+        for name in names if plan.tokens else ():
+            worker.layer_computed(name)
         return wrong
 
     def _places(self, request: Request, group: int, start: int, end: int) -> tuple[Array, Array]:

@@ -9,8 +9,16 @@ import pytest
 from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step
 from lmcache_core.direct import DirectClient
 from lmcache_core.wrappers import Slow
+from tests.connectors.vllm import world as world_module
 from tests.connectors.vllm.world import World, open_world, prompt
 from tests.node.shelf import Shelf
+
+
+@pytest.fixture(params=[None, True, False], ids=["by the worker", "layer by layer", "on streams"], autouse=True)
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever copies, and in whatever order: the engine sees the same."""
+    monkeypatch.setattr(world_module, "LAYERWISE", request.param)
+
 
 LAYOUTS = ["f", "k", "o", "p", "fw", "fb"]
 
@@ -263,6 +271,7 @@ def test_a_job_that_nobody_knows_of_fails_and_ends() -> None:
     with open_world() as world:
         world.generate("a", prompt("abcd12"))
         (worker,) = world.workers
+        worker.report()  # what had been stored
         worker.start(Step(16, [Load("x", 0, 0, 2, 0, (tuple(range(1, 9)),), False, 1.0)]), busy=False)
         worker.save(Step(16, saves=[Save("x", 999, 0, (tuple(range(1, 9)),))]))
         report = worker.report()

@@ -34,6 +34,8 @@ PAGE_TOKENS = 16
 CHUNK_TOKENS = 32
 FRAME = 4096 + 8192
 """At least what a chunk takes in the pool."""
+LAYERWISE: bool | None = None
+"""How workers copy, unless a test says so."""
 QUICK = BreakerConfig(failures=2, cooldown=0.01, max_cooldown=0.05)
 GROUPS = {
     "f": Layers(),
@@ -114,7 +116,12 @@ class World:
         return loaded
 
     def settle(self) -> None:
-        """Let reads and writes end."""
+        """Let copies, reads and writes end."""
+        for worker in self.workers:
+            if worker._kv is not None and worker._kv.streams is not None:
+                last = worker._kv.streams.store([])  # copies end in their order
+                last.end().result(10)
+                last.close()
         assert DirectClient(self.node).flush(20)
 
     def forget(self, *places: str) -> None:
@@ -131,6 +138,9 @@ class World:
     def at_rest(self) -> None:
         """Nothing is held, staged or under way, and nothing is stored that is not right."""
         assert not self.engine.requests
+        self.settle()
+        if self.workers[0]._options.layerwise is not None:  # what has been stored is told with a step's output
+            self.engine.step()
         assert self.scheduler.idle
         self.settle()
         client = DirectClient(self.node)
@@ -259,7 +269,7 @@ def open_world(
         call_timeout=10.0,
         **(settings or {}),
     )
-    chosen = Options(**{"sync_load": 1e9, "load_slice": 4e-3} | dict(options or {}))
+    chosen = Options(**{"sync_load": 1e9, "load_slice": 4e-3, "layerwise": LAYERWISE} | dict(options or {}))
     clock, worker_clock, warnings = Clock(), Clock(1e-3), list[str]()
     with ExitStack() as stack:
         node = stack.enter_context(Node(config, backends))
@@ -303,6 +313,8 @@ def open_world(
         world = World(engine, scheduler, workers, client, node, clock, worker_clock, warnings, spaces)
         note_spaces(world)
         yield world
+        for worker in workers:
+            worker.close()
 
 
 def note_spaces(world: World) -> None:

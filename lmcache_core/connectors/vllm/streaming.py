@@ -1,0 +1,244 @@
+"""Loads and stores of a worker that are copied beside the engine, on streams of the device its KV is on.
+
+A load that a step needs is handed over whole, layer by layer, when all of it is in slots; the engine then waits for
+each layer when it comes to it, on the device. A load beside the steps hands over chunk after chunk as tiers bring them.
+What a step completes is stored layer by layer as the engine computes it. Slots are given back when the device has done
+with them, whoever has given up before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from lmcache_core import operations
+from lmcache_core.client import Client, Grant, Held, Room, Storing
+from lmcache_core.connectors.vllm.enginekv import EngineKV, RequestView
+from lmcache_core.connectors.vllm.loading import Loading
+from lmcache_core.connectors.vllm.plan import Load, Save, Timing
+from lmcache_core.errors import LMCacheError
+from lmcache_core.streaming import Copying, Layer, LayerLoad, LayerStore, StreamingTransfer
+
+__all__ = ["StepStore", "StreamedLoading"]
+
+
+class _Handover:
+    """Client and view in one, as `operations.load` sees them: copies are handed over instead of being made, and parts
+    given back when they have been."""
+
+    def __init__(
+        self, client: Client, held: Held, view: RequestView, streams: StreamingTransfer, order: Sequence[Layer]
+    ) -> None:
+        self.loads: list[LayerLoad] = []
+        self._client = client
+        self._held = held
+        self._view = view
+        self._streams = streams
+        self._order = order
+        self._copies: list[Copying] = []
+        self._parts = 0
+
+    def grant(self, held: Held, start: int, ahead: int) -> list[Grant]:
+        return self._client.grant(held, start, ahead)
+
+    def count(self, name: str, label: str, amount: float = 1) -> None:
+        self._client.count(name, label, amount)
+
+    def scatter(self, group: int, first_page: int, pages: int, source: memoryview) -> None:
+        self._copies.append(self._view.copying(group, first_page, pages, source))
+
+    def consume(self, held: Held, parts: int) -> None:
+        self._parts += parts
+        if not self._order:
+            self.submit()
+
+    def submit(self) -> None:
+        """Have what there is copied."""
+        if not self._copies:
+            return
+        load = self._streams.load(self._copies, self._order)
+        self.loads.append(load)
+        parts, self._parts, self._copies = self._parts, 0, []
+        load.done.add_done_callback(lambda _: self._consume(parts))
+
+    def _consume(self, parts: int) -> None:
+        with contextlib.suppress(LMCacheError):  # the node is gone, and with it whom this is for
+            self._client.consume(self._held, parts)
+
+
+class StreamedLoading(Loading):
+    """A load whose copies are made beside the engine.
+
+    Args:
+        late: Told of the timing of one whose copies went on after it had ended for the engine.
+    """
+
+    def __init__(
+        self,
+        job: Load,
+        client: Client | None,
+        kv: EngineKV | None,
+        warn: Callable[[str, str], object],
+        clock: Callable[[], float],
+        *,
+        counts: bool,
+        layerwise: bool,
+        late: Callable[[Timing], object],
+    ) -> None:
+        super().__init__(job, client, kv, warn, clock, counts=counts)
+        self._layerwise = layerwise and job.now
+        self._late = late
+        self._handover: _Handover | None = None
+
+    @property
+    def layered(self) -> LayerLoad | None:
+        """What the engine waits for layer by layer."""
+        loads = self._handover.loads if self._handover is not None and self._layerwise else []
+        return loads[0] if loads else None
+
+    def _operate(self, client: Client, kv: EngineKV, held: Held) -> operations.Operation[operations.Loaded]:
+        assert kv.streams is not None
+        job = self.job
+        view = kv.view(job.first_page, job.blocks, job.skip_tokens)
+        order = kv.order if self._layerwise else ()
+        self._handover = handover = _Handover(client, held, view, kv.streams, order)
+        ended = False
+        try:
+            loaded = yield from operations.load(handover, held, handover, job.first_page)
+            handover.submit()
+            if not self._layerwise:
+                for load in handover.loads:
+                    if not load.done.done():
+                        yield operations.Wait(load.done, None)  # type: ignore[arg-type]
+            ended = self._layerwise or all(load.done.done() for load in handover.loads)
+        finally:
+            for load in handover.loads:
+                if not ended:  # the engine may give the blocks to others, but not before the copies have ended
+                    load.settle()
+                if not self._layerwise:
+                    load.close()
+        failed = [load for load in handover.loads if load.done.done() and load.done.exception() is not None]
+        if failed:
+            self._warn("load", f"KV of a request could not be loaded: {failed[0].done.exception()}")
+            return operations.Loaded(min(job.first_page, loaded.pages), {}, 0, broken=True)
+        return loaded
+
+    def _release(self, client: Client, held: Held) -> None:
+        loads = self._handover.loads if self._handover is not None else []
+        if not loads:
+            client.release(held)
+            return
+
+        def release(_: Future[None]) -> None:
+            with contextlib.suppress(LMCacheError):  # the node is gone, and has let go of it
+                client.release(held)
+
+        loads[-1].done.add_done_callback(release)  # they end in their order
+        if self._layerwise:
+            loads[-1].done.add_done_callback(self._copied)
+
+    def _copied(self, _: Future[None]) -> None:
+        self._ended_at = self._clock()
+        timing = super().timing()
+        if timing is not None:
+            self._late(timing)
+
+    def timing(self) -> Timing | None:
+        return None if self.layered is not None else super().timing()
+
+
+class _Storing(NamedTuple):
+    job: Save
+    storing: Storing
+    rooms: list[Room]
+
+
+class StepStore:
+    """What one step completes, on its way to the node.
+
+    Args:
+        client: Of the node.
+        kv: The engine's.
+        stored: Called, on another thread, with the numbers of the stores that have ended.
+        warn: Logs a line, at most one a kind and interval.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        kv: EngineKV,
+        stored: Callable[[Sequence[int]], object],
+        warn: Callable[[str, str], object],
+    ) -> None:
+        self._client = client
+        self._kv = kv
+        self._stored = stored
+        self._warn = warn
+        self._storing: list[_Storing] = []
+        self._store: LayerStore | None = None
+        self._worthless = False
+
+    def begin(self, jobs: Sequence[Save]) -> None:
+        """Find out where what the step completes goes.
+
+        Raises:
+            LMCacheError: That cannot be told; nothing of it is stored then.
+        """
+        assert self._kv.streams is not None
+        try:
+            self._store = self._kv.streams.store(self._copies(jobs))
+        except LMCacheError:
+            self._give_back(filled=False)
+            raise
+
+    def _copies(self, jobs: Sequence[Save]) -> list[Copying]:
+        copies: list[Copying] = []
+        for job in jobs:
+            storing = self._client.join_store(job.number)
+            if storing is None:
+                self._stored([job.number])
+                continue
+            self._storing.append(found := _Storing(job, storing, []))
+            view = self._kv.view(job.first_page, job.blocks)
+            for room in storing.rooms:
+                part = room.part
+                if view.has(part.group, part.first, part.pages):
+                    found.rooms.append(room)
+                    copies.append(view.copying(part.group, part.first, part.pages, room.target))
+        return copies
+
+    def computed(self, layer: Layer) -> None:
+        """The engine has computed a layer."""
+        if self._store is not None:
+            self._store.computed(layer)
+
+    def end(self, *, worthless: bool) -> None:
+        """It has computed all of them, or nonsense."""
+        self._worthless = worthless
+        if self._store is not None:
+            self._store.end().add_done_callback(self._finish)
+
+    def free(self) -> None:
+        """Have what the engine does next wait until its blocks have been read."""
+        if self._store is not None:
+            self._store.free()
+            self._store.close()
+
+    def _finish(self, done: Future[None]) -> None:
+        failure = done.exception()
+        if failure is not None:
+            self._warn("save", f"KV of a request could not be stored: {failure}")
+        self._give_back(filled=failure is None and not self._worthless)
+
+    def _give_back(self, *, filled: bool) -> None:
+        for job, storing, rooms in self._storing:
+            try:
+                for room in rooms if filled else ():
+                    self._client.filled(room)
+                self._client.finish_store(storing)
+            except LMCacheError as error:
+                self._warn("save", f"KV of a request could not be stored: {error}")
+            self._stored([job.number])
+        self._storing.clear()

@@ -1,0 +1,154 @@
+"""Copies beside the engine, on a device whose streams pause at random: in any order of events nothing is wrong, and
+what would be wrong is found."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.errors import Flaky
+from hypothesis.stateful import run_state_machine_as_test
+
+from lmcache_core.connectors.vllm.plan import Load, Step
+from lmcache_core.connectors.vllm.streaming import StepStore, StreamedLoading
+from lmcache_core.connectors.vllm.worker import WorkerSide
+from lmcache_core.direct import DirectClient
+from lmcache_transfer import cpu
+from lmcache_transfer.hostdevice import HostStream
+from tests.connectors.vllm import world as world_module
+from tests.connectors.vllm.test_machine import FEW, ConnectorMachine, HybridMachine, RanksMachine
+from tests.connectors.vllm.world import PAGE_TOKENS, open_world, prompt
+from tests.node.kv import until
+from tests.transfer.jitter import KeepingDevice, jittered
+
+
+def device(seed: int) -> KeepingDevice:
+    """Its streams pause; the engine's work is done at once, on the engine's thread, which waits for events itself."""
+    made = jittered(seed, mapped=bool(seed % 2))
+    made._engine.close()
+    made._engine = HostStream()
+    return made
+
+
+@pytest.fixture(params=[True, False], ids=["layer by layer", "all together"], autouse=True)
+def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = itertools.count()
+    monkeypatch.setattr(world_module, "LAYERWISE", request.param)
+    monkeypatch.setattr(cpu, "HostDevice", lambda: device(next(seeds)))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("machine", [ConnectorMachine, HybridMachine, RanksMachine])
+def test_nothing_is_wrong_in_any_order_of_events(machine: type[ConnectorMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(FEW, max_examples=10))
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is not set the device does nothing."""
+    gate = threading.Event()
+    gate.set()
+
+    def slow() -> KeepingDevice:
+        made = KeepingDevice(gate.wait)
+        made._engine.close()
+        made._engine = HostStream()
+        return made
+
+    monkeypatch.setattr(cpu, "HostDevice", slow)
+    return gate
+
+
+def test_blocks_are_not_used_again_before_they_have_been_read(beside: None, gate: threading.Event) -> None:
+    with open_world() as world:
+        engine, (worker,) = world.engine, world.workers
+        engine.add("a", prompt("abcd12"))
+        while not engine.steps or not engine.steps[-1].saves:
+            gate.clear()
+            engine.step()
+            if not engine.steps[-1].saves:
+                gate.set()
+        began = threading.Event()
+
+        def next_step() -> None:
+            began.set()
+            worker.start(Step(PAGE_TOKENS), busy=True)
+
+        step = threading.Thread(target=next_step)
+        step.start()
+        began.wait(10)
+        step.join(0.05)
+        assert step.is_alive(), "a step has begun that may write to blocks that are being read"
+        gate.set()
+        step.join(10)
+        assert not step.is_alive()
+        engine.run()
+        world.at_rest()
+
+
+@pytest.mark.parametrize("beside", [True], ids=["layer by layer"], indirect=True)
+def test_slots_stay_until_the_device_has_done_with_them(beside: None, gate: threading.Event) -> None:
+    """Whoever clears the node, and whoever has given the load up."""
+    with open_world() as world:
+        world.generate("a", prompt("abcd12"))
+        client, (worker,) = DirectClient(world.node), world.workers
+        model = world.scheduler._model
+        assert model is not None
+        pool = world.index.pool
+        for given_up in (False, True):
+            world.generate(f"b{given_up}", prompt("abcd12"))
+            world.forget()
+            held = client.hold(model, world.keys(prompt("abcd")))
+            assert held.pages == 4
+            gate.clear()
+            job = Load("x", client.share(held), 0, 4, 0, (tuple(range(1, 17)),), True, 5.0)
+            loading = worker._loading(job)
+            loading.run(None)
+            if given_up:
+                loading.fail()
+            client.release(held)
+            client.clear()
+            assert isinstance(loading, StreamedLoading)
+            load = loading.layered
+            assert load is not None
+            assert not load.done.done()
+            assert pool.slots == 2
+            gate.set()
+            load.done.result(10)
+            until(lambda: pool.slots == 0)
+            load.close()
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def nobody_waits_for_layers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerSide, "wait_layer", lambda self, name: None)
+
+
+def what_is_stored_is_shown_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
+    def end(self: StepStore, *, worthless: bool) -> None:
+        self._give_back(filled=not worthless)
+        if self._store is not None:
+            self._store.end()
+
+    patch.setattr(StepStore, "end", end)
+
+
+BUGS: list[Patch] = [
+    nobody_waits_for_layers,
+    what_is_stored_is_shown_before_it_is_there,
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("beside", [True], ids=["layer by layer"], indirect=True)
+@pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
+def test_the_machine_catches(plant: Patch, beside: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    many = settings(FEW, max_examples=120, report_multiple_bugs=False, phases=[Phase.generate])
+    with pytest.raises((AssertionError, KeyError, Flaky)):
+        run_state_machine_as_test(ConnectorMachine, settings=many)
