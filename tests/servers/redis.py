@@ -180,13 +180,14 @@ def redis7(
 
 
 @contextmanager
-def cluster(directory: Path, count: int = 3) -> Iterator[list[Valkey]]:
-    """A cluster of so many Valkey servers, each with its part of the slots, ready to be used."""
+def cluster(directory: Path, *more: str, count: int = 3) -> Iterator[list[Valkey]]:
+    """A cluster of so many Valkey servers, started with further arguments, each with its part of the slots, ready to be
+    used."""
     ports = free_ports(count, beside=(10_000,))
     with ExitStack() as stack:
         servers = []
         for number, port in enumerate(ports):
-            arguments = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
+            arguments = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", *more)
             server = _server(_valkey_program(), directory / str(number), port, *arguments)
             stack.enter_context(running(server.process))
             servers.append(server)

@@ -34,7 +34,8 @@ class RedisBackend:
         self._ttl_ms = 0 if options.ttl is None else int(options.ttl * 1000)
         self._router: Router | None = None
         self._counts = dict.fromkeys(
-            ("connections", "connections_lost", "bytes_sent", "bytes_received", "topology_changes", "full"), 0
+            ("connections", "connections_lost", "bytes_sent", "bytes_received", "topology_changes", "full", "unserved"),
+            0,
         )
 
     async def open(self) -> None:
@@ -59,15 +60,17 @@ class RedisBackend:
         return self._router
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        replies = await self._ask([_of(b"EXISTS", self._name(key)) for key in keys])
+        replies = await self._ask([_of(b"EXISTS", self._name(key)) for key in keys], unserved=0)
         return [reply == 1 for reply in replies]
 
     async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
-        return await self._opened().run(self._gets(keys, into), [_into(view) for view in into], data=True)
+        parses = [_into(view) for view in into]
+        return await self._opened().run(self._gets(keys, into), parses, data=True, unserved=ReadResult.MISS)
 
     async def read_any(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[int | ReadResult]:
         """Makes this a `ReadsShorter`."""
-        return await self._opened().run(self._gets(keys, into), [_within(view) for view in into], data=True)
+        parses = [_within(view) for view in into]
+        return await self._opened().run(self._gets(keys, into), parses, data=True, unserved=ReadResult.MISS)
 
     def _gets(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[Command]:
         names = [self._name(key) for key in keys]
@@ -84,12 +87,12 @@ class RedisBackend:
         for chunk in chunks:
             name = self._name(chunk.key)
             commands.append(Command(name, set_command(name, chunk.data, self._ttl_ms), chunk.data.nbytes))
-        results = await self._opened().run(commands, [_written] * len(commands), data=True)
+        results = await self._opened().run(commands, [_written] * len(commands), data=True, unserved=WriteResult.FULL)
         self._counts["full"] += results.count(WriteResult.FULL)
         return results
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        await self._ask([_of(b"UNLINK", self._name(key)) for key in keys])
+        await self._ask([_of(b"UNLINK", self._name(key)) for key in keys], unserved=0)
 
     async def listing(self) -> AsyncIterator[Sequence[Listed]]:
         """Makes this a `Lists`: `SCAN` of each server, and the sizes of what it finds."""
@@ -164,7 +167,8 @@ class RedisBackend:
 
     def _count(self, router: Router) -> None:
         self._counts["topology_changes"] += router.changes
-        router.changes = 0
+        self._counts["unserved"] += router.unserved
+        router.changes = router.unserved = 0
         for pool in router.pools():
             self._counts["connections"] += pool.made
             self._counts["connections_lost"] += pool.lost
@@ -175,9 +179,9 @@ class RedisBackend:
     def _name(self, key: ChunkKey) -> bytes:
         return b"%b%b:%b" % (self._prefix, key.space.hex().encode(), key.page.hex().encode())
 
-    async def _ask(self, commands: Sequence[Command]) -> list[Reply]:
+    async def _ask(self, commands: Sequence[Command], unserved: Reply = None) -> list[Reply]:
         parses: list[Parse[Reply]] = [RespSocket.reply] * len(commands)
-        return await self._opened().run(commands, parses, data=False)
+        return await self._opened().run(commands, parses, data=False, unserved=unserved)
 
 
 def scan(cursor: bytes, prefix: bytes, where: Address, connection: RespSocket) -> tuple[bytes, list[bytes]]:

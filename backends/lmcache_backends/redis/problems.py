@@ -33,15 +33,18 @@ _NOT_NOW = {
 }
 
 
-def of_reply(where: Address, reply: ErrorReply) -> BackendError | ConfigError:
-    """An error reply as an exception."""
+def of_reply(where: Address, reply: ErrorReply, mode: str = "auto") -> BackendError | ConfigError:
+    """An error reply as an exception. `mode` is the option."""
     said = f"redis at {where}"
     if (what := _NEVER.get(reply.code)) is not None:
         return ConfigError(f"{said} {what} ({reply})")
     if (what := _NOT_NOW.get(reply.code)) is not None:
         return BackendError(f"{said} {what} ({reply})")
     if reply.code in ("MOVED", "ASK"):
-        return ConfigError(f"{said} is a node of a cluster; write mode: cluster, or leave mode out ({reply})")
+        advice = "write mode: cluster, or leave mode out"
+        if mode == "auto":
+            advice = "it does not tell this user so by INFO: allow it +info, or write mode: cluster"
+        return ConfigError(f"{said} is a node of a cluster; {advice} ({reply})")
     text = str(reply)
     if "without any password configured" in text:
         return ConfigError(f"{said} has no password; delete password, and the one in the url ({text})")

@@ -29,6 +29,8 @@ ROUNDS: Final = 4
 """How often a command is sent to where a cluster says that its key has gone."""
 REFRESH: Final = 0.2
 """Seconds between two questions where the keys are, because of failures."""
+AGAIN: Final = 2.0
+"""Seconds after which a cluster is asked again whether the slots that it does not serve are served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,14 @@ class Router:
     def __init__(self, connector: Connector) -> None:
         self.changes = 0
         """How often the keys were found to be on other servers than before."""
+        self.unserved = 0
+        """Commands on keys that no server of the cluster has now."""
         self._connector = connector
         self._limit = connector.options.connections
         self._topology = Topology([])
         self._control = IoThreads("lmcache-redis-control", 2)
         self._finding: asyncio.Task[Topology] | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._found = 0.0
         self._data: dict[Address, Connections] = {}
         self._small: dict[Address, Connections] = {}
@@ -79,8 +84,9 @@ class Router:
 
     def close(self) -> None:
         """Close all connections; those in use as soon as their job has ended. Idempotent."""
-        if self._finding is not None:
-            self._finding.cancel()
+        for task in (self._finding, self._looking):
+            if task is not None:
+                task.cancel()
         for connections in self.pools():
             connections.close()
         self._control.close()
@@ -96,14 +102,24 @@ class Router:
             pools[where] = Connections(self._connector, where, self._limit if data else SMALL)
         return pools[where]
 
-    async def run(self, commands: Sequence[Command], parses: Sequence[Parse[T]], *, data: bool) -> list[T]:
-        """The outcome of each command, as its parse makes it of the answer; `data` if chunks go with them.
+    async def run(
+        self, commands: Sequence[Command], parses: Sequence[Parse[T]], *, data: bool, unserved: T | None = None
+    ) -> list[T]:
+        """The outcome of each command, as its parse makes it of the answer.
+
+        Args:
+            commands: To be sent.
+            parses: Of each.
+            data: Whether chunks go with them.
+            unserved: The outcome where a cluster that serves its other slots has no server for the key's; without it
+                that is a failure.
 
         Raises:
             BackendError: One of them failed. The others have ended.
             ConfigError: One of them can never succeed.
         """
-        work = _Work(commands, parses, data)
+        work = _Work(commands, parses, data, unserved)
+        self._look_again()
         for attempt in range(ROUNDS):
             moved = await self._round(work)
             if not work.left:
@@ -138,12 +154,22 @@ class Router:
             with contextlib.suppress(BackendError):  # what has failed before is told, not this
                 await self.find()
 
+    def _look_again(self) -> None:
+        """Beside what is done, so that it holds nothing up: there may be a node that nobody reaches."""
+        looking = self._looking is not None and not self._looking.done()
+        if self._topology.partial and not looking and asyncio.get_running_loop().time() - self._found >= AGAIN:
+            self._looking = asyncio.create_task(self._find_again())
+
     async def _round(self, work: _Work[T]) -> bool:
         """Send what is left. Returns whether a key has moved for good."""
         work.failures.clear()
         batches: dict[tuple[Address, bool], list[int]] = defaultdict(list)
         for number in work.left:
             where = work.asked.get(number) or self._topology.server_of(work.commands[number].key)
+            if where is None and self._topology.partial and work.unserved is not None:
+                work.results[number] = work.unserved
+                self.unserved += 1
+                continue
             if where is None:
                 work.failures.append(BackendError("redis: a slot of the cluster has no server now"))
                 return False
@@ -184,7 +210,7 @@ class Router:
                 return True
             work.asked[number] = target
         else:
-            error = problems.of_reply(where, result)
+            error = problems.of_reply(where, result, self._connector.options.mode)
             if not isinstance(error, BackendError):
                 raise error
             work.failures.append(error)
@@ -194,9 +220,10 @@ class Router:
 class _Work(Generic[T]):
     """Commands on their way."""
 
-    def __init__(self, commands: Sequence[Command], parses: Sequence[Parse[T]], data: bool) -> None:
+    def __init__(self, commands: Sequence[Command], parses: Sequence[Parse[T]], data: bool, unserved: T | None) -> None:
         self.commands = commands
         self.data = data
+        self.unserved = unserved
         self.left: Sequence[int] = range(len(commands))
         self.results: dict[int, T] = {}
         self.failures: list[BackendError] = []

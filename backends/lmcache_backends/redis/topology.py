@@ -29,6 +29,8 @@ class Topology:
     """For each slot the number of its server, -1 if it has none."""
     policy: str = ""
     """What the server does when it is full, as far as it tells."""
+    partial: bool = False
+    """Some slots have no server that works, and the cluster serves the others."""
 
     def server_of(self, key: bytes) -> Address | None:
         """Who holds `key`; None if nobody does."""
@@ -124,7 +126,31 @@ def _cluster(client: Any, where: Address) -> Topology:
             topology.slots[slot] = number
     if not topology.servers:
         raise BackendError(f"redis at {where} is a node of a cluster that has no slots yet")
+    for slot in _failed(client):
+        topology.slots[slot] = -1
+    topology.partial = -1 in topology.slots and b"cluster_state:ok" in _told(client, "INFO").split()
     return topology
+
+
+def _failed(client: Any) -> Iterator[int]:
+    """Slots of nodes that the cluster has given up: it tells them as theirs until another node has them."""
+    for line in _told(client, "NODES").splitlines():
+        fields = line.split()
+        if len(fields) < 8 or b"fail" not in fields[2].split(b","):
+            continue
+        for part in fields[8:]:  # of slots that are being moved it is `[slot->-node]`
+            first, _, last = part.partition(b"-")
+            if first.isdigit() and (last or first).isdigit():
+                yield from range(int(first), min(int(last or first), SLOTS - 1) + 1)
+
+
+def _told(client: Any, question: str) -> bytes:
+    """What a node says of its cluster, as it says it; empty if the user may not ask."""
+    try:
+        found = client.execute_command("CLUSTER", question)
+    except redis.exceptions.ResponseError:
+        return b""
+    return found if isinstance(found, bytes) else str(found).encode()
 
 
 def _ranges(told: Any) -> Iterator[tuple[int, int, bytes | str, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_backends.redis import RedisBackend, RedisOptions
+from lmcache_backends.redis import RedisBackend, RedisOptions, topology
 from lmcache_core.config import InvalidSetting
 from lmcache_core.errors import BackendError, ConfigError, LMCacheError
 from tests.backends.redis.kit import chunks, get, opened, put
@@ -138,12 +138,19 @@ async def test_what_listens_is_no_redis_server() -> None:
     assert "is a server of HTTP; write the host and port of a Redis server" in str(found)
 
 
-async def test_a_cluster_is_none_or_is_one(cluster: list[servers.Valkey], valkey: servers.Valkey, prefix: str) -> None:
+async def test_a_cluster_is_none_or_is_one(
+    cluster: list[servers.Valkey], valkey: servers.Valkey, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = await problem(url=valkey.url, mode="cluster")
     assert "is not part of a cluster; leave mode out" in str(found)
     async with opened(cluster[0].url, prefix, mode="single") as backend:
         with pytest.raises(ConfigError, match="is a node of a cluster; write mode: cluster, or leave mode out"):
             await backend.write(chunks(30))
+    with monkeypatch.context() as unable:
+        unable.setattr(topology, "_mode", lambda client: "single")  # as where this user may not ask
+        async with opened(cluster[0].url, prefix) as backend:
+            with pytest.raises(ConfigError, match=r"does not tell.*by INFO: allow it \+info, or write mode: cluster"):
+                await backend.write(chunks(30))
     found = await problem(url=f"{cluster[0].url}/3")
     assert "does not have this database; write another number at the end of the url" in str(found)
 
