@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from lmcache_backends.gds.direct import DirectFiles, check_read, check_write
+from lmcache_backends.gds.direct import DirectFiles, Scratch, check_read, check_write
 from lmcache_backends.gds.library import Way, claims, library, way_of
 from lmcache_backends.gds.moving import CuFiles
 from lmcache_backends.gds.options import GdsOptions
@@ -31,6 +31,7 @@ class GdsBackend(FilesBackend):
         self._gds = options
         self._kvikio: Any = None
         self._files: CuFiles | None = None
+        self._scratch = Scratch()
         self._way = Way(False, False, "")
         self._told = ""
 
@@ -44,29 +45,21 @@ class GdsBackend(FilesBackend):
             raise ConfigError(f"gds: compat: never, but {way.why}; or write compat: auto")
         self._kvikio = kvikio
         if way.why and way.why != self._told:
-            _log.warning("gds: %s: %s", self._gds.directory(), self._mode())
+            mode = "cuFile" if way.cufile else "compatibility mode"
+            _log.warning("gds: %s: %s: %s", self._gds.directory(), mode, way.why)
         self._told = way.why
         self._files = CuFiles(kvikio) if way.device else None
         return self._files if self._files and self._gds.host_memory == "kvikio" else PlainMover()
-
-    def _mode(self) -> str:
-        way = self._way
-        mode = "cuFile" if way.cufile else "compatibility mode"
-        return f"{mode}: {way.why}" if way.why else mode
 
     async def close(self) -> None:
         await super().close()
         if self._kvikio is not None:
             claims.release(self._kvikio, self)
 
-    def advice(self) -> Sequence[str]:
-        """Makes this an `Advises`."""
-        return [f"gds: {self._mode()}"] if self._way.why and self._gds.compat != "always" else []
-
     def _direct(self, chunks: ChunkFiles) -> DirectFiles:
         if self._files is None:
             raise BackendError(f"gds: {self._gds.directory()}: {self._way.why}; until then read through host memory")
-        return DirectFiles(chunks, self._files, self._direct_tally, trust=self._gds.trust)
+        return DirectFiles(chunks, self._files, self._direct_tally, self._scratch, trust=self._gds.trust)
 
     async def read_direct(self, reads: Sequence[DirectRead], back: CopyBack) -> list[ReadResult]:
         """Makes this a `DeviceDirect`."""

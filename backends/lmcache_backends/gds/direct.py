@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Iterator, Sequence
 
 import xxhash
@@ -19,10 +20,10 @@ from lmcache_core.errors import BackendError, FrameError, UsageError
 from lmcache_core.frame import PLAIN, FrameShape, Page, finish, shape, verify_header
 from lmcache_core.protocols import CopyBack, DirectChunk, DirectRead, DirectWrite, ReadResult, WriteResult
 
-__all__ = ["DirectFiles", "check_read", "check_write"]
+__all__ = ["DirectFiles", "Scratch", "check_read", "check_write"]
 
-_PIECE = 4 << 20
-"""Bytes of host memory in which pages are compared, piece by piece."""
+_PIECE = 2 << 20
+"""Bytes of host memory, for each thread, in which pages are compared piece by piece."""
 _SUM = 16
 
 
@@ -61,15 +62,23 @@ def _form(chunk: DirectChunk) -> FrameShape:
     return shape(len(chunk.pages), chunk.shards, chunk.page_bytes)
 
 
+class Scratch(threading.local):
+    """Host memory of each thread: fresh memory at each call would cost more than what is done in it."""
+
+    def __init__(self) -> None:
+        self.memory = _host_memory(_PIECE)
+
+
 class DirectFiles:
     """Payloads between the chunks of a directory and a device. All methods raise `BackendError`."""
 
-    def __init__(self, chunks: ChunkFiles, files: CuFiles, tally: Tally, *, trust: bool) -> None:
+    def __init__(self, chunks: ChunkFiles, files: CuFiles, tally: Tally, scratch: Scratch, *, trust: bool) -> None:
         self._chunks = chunks
         self._files = files
         self._tally = tally
         self._trust = trust
         self._plain = PlainMover()
+        self._scratch = scratch
 
     def read(self, read: DirectRead, back: CopyBack) -> ReadResult:
         """Read pages of one shard, if the chunk is there and is what it shall be."""
@@ -129,7 +138,7 @@ class DirectFiles:
         self._plain.write(fd, _header(form, write.chunk, sums))
 
     def _sums_on_device(self, address: int, pages: int, page_bytes: int, back: CopyBack) -> list[bytes]:
-        scratch = _host_memory(min(_PIECE, page_bytes))
+        scratch = self._scratch.memory
         sums = []
         for start in range(address, address + pages * page_bytes, page_bytes):
             digest = xxhash.xxh3_128()
@@ -147,7 +156,7 @@ class DirectFiles:
     def _sums_in_file(self, fd: int, form: FrameShape) -> Iterator[bytes]:
         """Of each page of each shard, in the order in which they lie there. Fewer if the file ends before that."""
         digest, lacking = xxhash.xxh3_128(), form.page_bytes
-        scratch = _host_memory(min(_PIECE, form.nbytes - form.header_bytes))
+        scratch = self._scratch.memory
         left = form.payload_bytes
         for offset in range(form.header_bytes, form.nbytes, _PIECE):
             piece = scratch[: min(_PIECE, form.nbytes - offset)]

@@ -62,8 +62,8 @@ def way_of(kvikio: Any, compat: Compat) -> Way:
     try:
         ctypes.CDLL(_DRIVER)
     except OSError as error:
-        why = f"there is no CUDA driver ({error}), so no device's memory; install NVIDIA's driver, or take nfs or disk"
-        return Way(False, False, why)
+        why = f"there is no CUDA driver ({error}), so no device, and host memory is moved by plain reads and writes"
+        return Way(False, False, f"{why}; install NVIDIA's driver, or take nfs or disk")
     if compat == "always":
         return Way(True, False, "as `compat: always` asks for")
     if kvikio.defaults.is_compat_mode_preferred():

@@ -60,7 +60,8 @@ class Gpu:
         return address.value
 
     def put(self, address: int, content: bytes | memoryview) -> None:
-        self._inside("cuMemcpyHtoD_v2", ctypes.c_uint64(address), bytes(content), ctypes.c_size_t(len(content)))
+        place = content if isinstance(content, bytes) else ctypes.byref(ctypes.c_char.from_buffer(content))
+        self._inside("cuMemcpyHtoD_v2", ctypes.c_uint64(address), place, ctypes.c_size_t(len(content)))
 
     def get(self, address: int, nbytes: int) -> bytes:
         into = bytearray(nbytes)

@@ -22,7 +22,6 @@ from lmcache_core.errors import BackendError, ConfigError
 from lmcache_core.plugins import load_backend
 from lmcache_core.protocols import (
     Abortable,
-    Advises,
     CostlyProbes,
     CountsEvents,
     Describes,
@@ -47,7 +46,7 @@ def test_the_plugin_is_found_by_its_name() -> None:
     plugin = load_backend("gds")
     assert plugin.options_type is GdsOptions
     backend = plugin.create(convert({"path": "/nvme/kv", "compat": "never", "capacity": "1TiB"}, GdsOptions))
-    for capability in (Advises, CostlyProbes, CountsEvents, Describes, DeviceDirect, Lists, ReadsShorter, RemembersUse):
+    for capability in (CostlyProbes, CountsEvents, Describes, DeviceDirect, Lists, ReadsShorter, RemembersUse):
         assert isinstance(backend, capability)
     assert not isinstance(backend, Abortable)
 
@@ -113,11 +112,8 @@ async def mode(path: Path, caplog: pytest.LogCaptureFixture, **changes: Any) -> 
         backend = GdsBackend(options(path, **changes))
         for _ in range(3):
             await backend.open()
-        advice = [line.removeprefix("gds: ") for line in backend.advice()]
         await backend.close()
-    lines = [record.getMessage().removeprefix(f"gds: {path}: ") for record in caplog.records]
-    assert advice == ([] if changes.get("compat") == "always" else lines)
-    return lines
+    return [record.getMessage().removeprefix(f"gds: {path}: ") for record in caplog.records]
 
 
 async def test_each_mode_has_one_line_that_says_why(
@@ -151,15 +147,14 @@ async def test_each_mode_has_one_line_that_says_why(
     monkeypatch.setattr(library_module, "_DRIVER", "libnone.so.1")
     (line,) = await mode(path, caplog)
     assert line.startswith("compatibility mode: there is no CUDA driver (libnone.so.1: cannot open shared object file")
-    assert line.endswith("so no device's memory; install NVIDIA's driver, or take nfs or disk")
+    assert line.endswith("moved by plain reads and writes; install NVIDIA's driver, or take nfs or disk")
 
 
 async def test_never_compatibility_mode_is_refused_where_there_is_nothing_else(
     standin: StandIn, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(path, compat="never") as backend:
+    async with opened(path, compat="never"):
         assert standin.defaults.get("compat_mode") is CompatMode.OFF
-        assert backend.advice() == []
     standin.cufile_driver.error = RuntimeError("NVFS driver initialization error")
     with pytest.raises(ConfigError, match=r"^gds: compat: never, but cuFile does not start \(NVFS driver init.*write "):
         await GdsBackend(options(path, compat="never")).open()

@@ -1,0 +1,125 @@
+"""Payloads between files and a device, past host memory and through it.
+
+    python -m benchmarks.gds [--driver libcuda.so.1] [--directory DIR] [--rounds 5]
+
+Without `--driver` the driver is a fake whose device is the host: KvikIO is in compatibility mode then, and what is seen
+is what checking costs and not what a GPU gains. Each figure is the median over rounds; who moves first changes by
+turns. A chunk is one shard of four pages; as many as have 128 MiB are moved in one call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from benchmarks.disks import scratch
+from lmcache_backends.gds import GdsBackend, GdsOptions
+from lmcache_core.frame import seal, verify
+from lmcache_core.protocols import DirectWrite, ReadResult, WriteResult
+from tests.backends.gds.kit import MIB, Framed, Gpu, framed
+
+TOTAL = 128 * MIB
+FAKE = Path(__file__).parents[1] / "tests/backends/gds/fake_driver.cc"
+Turn = Callable[[], Awaitable[None]]
+
+
+class Moves:
+    """The ways of one size of chunk."""
+
+    def __init__(self, gpu: Gpu, directory: Path, size: int) -> None:
+        self._gpu = gpu
+        self.chunks = [framed(number, pages=4, shards=1, page_bytes=size // 4) for number in range(TOTAL // size)]
+        self._there = [one.on(gpu) for one in self.chunks]
+        self.checked = GdsBackend(GdsOptions(path=f"{directory}/{size}"))
+        self.trusting = GdsBackend(GdsOptions(path=f"{directory}/{size}", trust=True))
+
+    def turns(self) -> dict[str, Turn]:
+        return {
+            "write, through host memory": self._write_through,
+            "write, direct, compared": lambda: self._write(self.checked),
+            "write, direct, trusted": lambda: self._write(self.trusting),
+            "read, through host memory": self._read_through,
+            "read, direct, compared": lambda: self._read(self.checked),
+            "read, direct, trusted": lambda: self._read(self.trusting),
+        }
+
+    async def _write(self, backend: GdsBackend) -> None:
+        results = await backend.write_direct(self._there, self._gpu.copy_back)
+        assert results == [WriteResult.STORED] * len(results)
+
+    async def _read(self, backend: GdsBackend) -> None:
+        reads = [one.pages(0, 0, 4, there.addresses[0]) for one, there in zip(self.chunks, self._there, strict=True)]
+        results = await backend.read_direct(reads, self._gpu.copy_back)
+        assert results == [ReadResult.HIT] * len(results)
+
+    async def _write_through(self) -> None:
+        def gather(one: Framed, there: DirectWrite) -> None:
+            self._gpu.copy_back(there.addresses[0], one.payload)
+            seal(one.frame, one.form, one.chunk.key.space, one.chunk.parent, one.chunk.pages)
+
+        pairs = zip(self.chunks, self._there, strict=True)
+        await asyncio.gather(*(asyncio.to_thread(gather, *pair) for pair in pairs))
+        results = await self.checked.write([one.plain() for one in self.chunks])
+        assert results == [WriteResult.STORED] * len(results)
+
+    async def _read_through(self) -> None:
+        def scatter(one: Framed, there: DirectWrite) -> None:
+            verify(one.frame, one.form, one.chunk.key.space, one.chunk.parent, one.chunk.pages)
+            self._gpu.put(there.addresses[0], one.payload)
+
+        results = await self.checked.read([one.chunk.key for one in self.chunks], [one.frame for one in self.chunks])
+        assert results == [ReadResult.HIT] * len(results)
+        await asyncio.gather(
+            *(asyncio.to_thread(scatter, *pair) for pair in zip(self.chunks, self._there, strict=True))
+        )
+
+
+async def measure(gpu: Gpu, directory: Path, size: int, rounds: int) -> None:
+    moves = Moves(gpu, directory, size)
+    await moves.checked.open()
+    await moves.trusting.open()
+    turns = moves.turns()
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
+    for number in range(rounds + 1):
+        in_turn = list(turns.items())
+        for name, turn in in_turn[number % len(in_turn) :] + in_turn[: number % len(in_turn)]:
+            began, busy = time.perf_counter(), time.process_time()
+            await turn()
+            if number:  # the first round warms up
+                found[name].append((time.perf_counter() - began, time.process_time() - busy))
+    for name, times in found.items():
+        seconds, cpu = (statistics.median(column) for column in zip(*times, strict=True))
+        print(f"{size // MIB:3} MiB  {name:28} {TOTAL / seconds / 1e9:5.2f} GB/s  {cpu / TOTAL * 1e9:5.2f} CPU s/GB")
+    await moves.checked.close()
+    await moves.trusting.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gds")
+    parser.add_argument("--driver", help="the library of a real driver; by default a fake is built")
+    parser.add_argument("--directory", type=Path, default=None, help="the drive to measure")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    if arguments.driver is None:
+        with tempfile.TemporaryDirectory() as made:
+            library = f"{made}/libcuda.so.1"
+            options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+            subprocess.run(["g++", *options, "-o", library, str(FAKE)], check=True)
+            again = [sys.executable, "-m", "benchmarks.gds", *sys.argv[1:], "--driver", library]
+            raise SystemExit(subprocess.run(again, env=os.environ | {"LD_LIBRARY_PATH": made}).returncode)
+    gpu = Gpu(arguments.driver)
+    with scratch(arguments.directory) as directory:
+        for size in (1, 8, 32):
+            asyncio.run(measure(gpu, directory, size * MIB, arguments.rounds))
+
+
+if __name__ == "__main__":
+    main()
