@@ -358,6 +358,8 @@ class DeviceDirect(Protocol):
     ends when its I/O has, however late. Memory that must be given back sooner, as an engine's own pages, must not be
     handed in: read into memory of the caller's own, and copy from there after a hit. A caller that gives up at a
     deadline keeps that memory out of use meanwhile, as the node does with slots.
+
+    A write counts as a use, a read does not.
     """
 
     async def read_direct(self, reads: Sequence[DirectRead], back: CopyBack) -> list[ReadResult]:
