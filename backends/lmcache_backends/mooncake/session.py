@@ -6,10 +6,8 @@ last call that uses it. A call that hangs costs its thread.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import socket
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -18,7 +16,7 @@ from lmcache_backends.mooncake.objects import Objects
 from lmcache_backends.mooncake.options import MooncakeOptions
 from lmcache_backends.mooncake.tally import Tally
 from lmcache_core.errors import BackendError, ClosedError
-from lmcache_core.iothreads import IoThreads, ended
+from lmcache_core.iocalls import IoCalls
 
 __all__ = ["Session"]
 
@@ -36,11 +34,7 @@ class Session:
     def __init__(self, options: MooncakeOptions, tally: Tally) -> None:
         self._options = options
         self._tally = tally
-        self._threads = IoThreads("mooncake", options.threads)
-        self._calls: set[asyncio.Future[Any]] = set()
-        self._counting = threading.Lock()
-        self._running = 0
-        self._closed = False
+        self._calls = IoCalls("mooncake", options.threads, self._leave)
         self._store: Any = None
         self._objects: Objects | None = None
 
@@ -53,7 +47,7 @@ class Session:
 
     async def open(self) -> None:
         try:
-            await self._submit(self._open)
+            await self._calls.submit(self._open)
         except BaseException:  # a cancelled opening too must let go of what it has
             await self.close()
             raise
@@ -100,42 +94,11 @@ class Session:
             raise BackendError(f"{where}: {why}; {advice}") from None
 
     async def each(self, fn: Callable[..., R], calls: Iterable[tuple[object, ...]]) -> list[R]:
-        """Call `fn` with each of the arguments, on the threads, and return when all have ended, even if cancelled: they
-        use the caller's memory. If calls fail, the first of them does."""
-        futures = [self._submit(fn, *arguments) for arguments in calls]
-        await ended(futures)
-        return [future.result() for future in futures]
+        """See `IoCalls`."""
+        return await self._calls.each(fn, calls)
 
     async def close(self) -> None:
-        if self._calls:
-            await asyncio.wait(self._calls, timeout=_LAST_CALLS)
-        with self._counting:
-            self._closed = True
-            busy = self._running > 0
-        if not busy:
-            await self._threads.finish(self._leave)
-        self._threads.close()
-
-    def _submit(self, fn: Callable[..., R], *arguments: object) -> asyncio.Future[R]:
-        future = self._threads.submit(self._run, fn, arguments)
-        self._calls.add(future)
-        future.add_done_callback(self._calls.discard)
-        return future
-
-    def _run(self, fn: Callable[..., R], arguments: tuple[object, ...]) -> R:
-        """On a thread."""
-        with self._counting:
-            if self._closed:
-                raise ClosedError("mooncake: closed")
-            self._running += 1
-        try:
-            return fn(*arguments)
-        finally:
-            with self._counting:
-                self._running -= 1
-                last = self._closed and not self._running
-            if last:
-                self._leave()
+        await self._calls.close(_LAST_CALLS)
 
     def _leave(self) -> None:
         """On a thread."""

@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import os
 import random
-import threading
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lmcache_backends.nfs.chunks import ChunkFiles
 from lmcache_backends.nfs.directory import open_root
@@ -24,6 +23,7 @@ from lmcache_backends.nfs.options import Settings
 from lmcache_backends.nfs.sweep import Rules, Sweeper
 from lmcache_backends.nfs.tally import Tally
 from lmcache_core.errors import ClosedError
+from lmcache_core.iocalls import IoCalls
 from lmcache_core.iothreads import IoThreads, ended
 
 __all__ = ["Session"]
@@ -54,12 +54,8 @@ class Session:
         self._tally = tally
         self._path = options.directory()
         self._maker = Maker()
-        self._threads = IoThreads(self._name, options.threads)
+        self._calls = IoCalls(self._name, options.threads, self._close_root)
         self._sweeping = IoThreads(f"{self._name}-sweep", 1)
-        self._calls: set[asyncio.Future[Any]] = set()
-        self._counting = threading.Lock()
-        self._running = 0
-        self._closed = False
         self._root = -1
         self._chunks: ChunkFiles | None = None
         self._sweeper: Sweeper | None = None
@@ -106,11 +102,8 @@ class Session:
         self._chunks = ChunkFiles(self._root, self._options, self._tally, self._maker, mover)
 
     async def each(self, fn: Callable[..., R], calls: Iterable[tuple[object, ...]]) -> list[R]:
-        """Call `fn` with each of the arguments, on the threads, and return when all have ended, even if cancelled: they
-        use the caller's memory, and the node must know that they hang. If calls fail, the first of them does."""
-        futures = [self._submit(self._threads, fn, *arguments) for arguments in calls]
-        await ended(futures)
-        return [future.result() for future in futures]
+        """See `IoCalls`."""
+        return await self._calls.each(fn, calls)
 
     def wrote(self, nbytes: int) -> None:
         """Sweep soon if much has been written."""
@@ -123,38 +116,10 @@ class Session:
         if self._sweeps is not None:
             self._sweeps.cancel()
             await asyncio.wait([self._sweeps], timeout=_LAST_CALLS)
-        if self._calls:
-            await asyncio.wait(self._calls, timeout=_LAST_CALLS)
-        with self._counting:
-            self._closed = True
-            hanging = self._running > 0  # the last of them closes it
         if self._sweeper is not None:
-            self._sweeper.abandoned = True
-        if not hanging:
-            await self._threads.finish(self._close_root)
-        self._threads.close()
+            self._sweeper.abandoned = True  # a step that hangs may not use the directory once it has gone
+        await self._calls.close(_LAST_CALLS)
         self._sweeping.close()
-
-    def _submit(self, threads: IoThreads, fn: Callable[..., R], *arguments: object) -> asyncio.Future[R]:
-        future = threads.submit(self._run, fn, arguments)
-        self._calls.add(future)
-        future.add_done_callback(self._calls.discard)
-        return future
-
-    def _run(self, fn: Callable[..., R], arguments: tuple[object, ...]) -> R:
-        """On a thread."""
-        with self._counting:
-            if self._closed:
-                raise ClosedError(f"{self._name}: {self._path}: closed")
-            self._running += 1
-        try:
-            return fn(*arguments)
-        finally:
-            with self._counting:
-                self._running -= 1
-                last = self._closed and not self._running
-            if last:
-                self._close_root()
 
     def _close_root(self) -> None:
         """On a thread."""
@@ -179,7 +144,7 @@ class Session:
             pause = max(0.0, interval - SOONEST)
 
     async def _step(self, steps: Generator[None, None, None]) -> bool:
-        step = self._submit(self._sweeping, _advance, steps)
+        step = self._calls.submit(_advance, steps, threads=self._sweeping)
         try:
             await ended([step])
         except asyncio.CancelledError:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lmcache_backends.nixl.files import Files
 from lmcache_backends.nixl.mover import Mover, library
 from lmcache_backends.nixl.options import NixlOptions
 from lmcache_backends.nixl.tally import Tally
 from lmcache_core.errors import ClosedError
-from lmcache_core.iothreads import IoThreads, ended
+from lmcache_core.iocalls import IoCalls
 from lmcache_core.openings import Openings
 from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
 
@@ -29,8 +28,7 @@ class Session:
     def __init__(self, options: NixlOptions, tally: Tally) -> None:
         self._options = options
         self._tally = tally
-        self._threads = IoThreads("nixl", options.threads)
-        self._calls: set[asyncio.Future[Any]] = set()
+        self._calls = IoCalls("nixl", options.threads)
         self._files: Files | None = None
 
     @property
@@ -55,19 +53,11 @@ class Session:
         return files
 
     async def each(self, fn: Callable[..., R], calls: Iterable[tuple[object, ...]]) -> list[R]:
-        """Call `fn` with each of the arguments, on the threads, and return when all have ended, even if cancelled: they
-        use the caller's memory. If calls fail, the first of them does."""
-        futures = [self._threads.submit(fn, *arguments) for arguments in calls]
-        self._calls.update(futures)
-        for future in futures:
-            future.add_done_callback(self._calls.discard)
-        await ended(futures)
-        return [future.result() for future in futures]
+        """See `IoCalls`."""
+        return await self._calls.each(fn, calls)
 
     async def close(self) -> None:
-        if self._calls:
-            await asyncio.wait(self._calls, timeout=_LAST_CALLS)
-        self._threads.close()
+        await self._calls.close(_LAST_CALLS)
 
 
 class NixlBackend:
