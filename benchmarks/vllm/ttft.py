@@ -84,6 +84,7 @@ def engines(stack: ExitStack, model: Path, folder: Path) -> Mapping[str, Engine]
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
         "ours": {"kv_transfer_config": transfer_config(memory, sync_load=1.0)},
+        "layerwise": {"kv_transfer_config": transfer_config(memory, sync_load=1.0, layerwise=True)},
         "async": {"kv_transfer_config": transfer_config(memory, sync_load=0)},
         "disk": {"kv_transfer_config": transfer_config(cache)},
         "example": {"kv_transfer_config": example},
@@ -126,6 +127,7 @@ def measure(model: Path, folder: Path, say: Callable[[str], None]) -> dict[str, 
             rows = {"ttft.native": native}
             for row, name in (
                 ("ttft.memory", "ours"),
+                ("ttft.memory_layerwise", "layerwise"),
                 ("ttft.memory_async", "async"),
                 ("ttft.disk", "disk"),
                 ("ttft.example", "example"),
@@ -133,7 +135,9 @@ def measure(model: Path, folder: Path, say: Callable[[str], None]) -> dict[str, 
             ):
                 engine = running[name]
                 if name != "ours":
-                    engine.run(ask, tokens)
+                    first, _ = engine.run(ask, tokens)
+                    if name == "layerwise" and not warm:
+                        took.setdefault("cold.overhead_layerwise", []).append(first / cold["plain"] - 1)
                 engine.run(settle, tokens)
                 if name == "disk":
                     nbytes = engine.run(to_disk_only, tokens)
@@ -187,15 +191,17 @@ def main() -> None:
     beside = min(median["ttft.example"], median["ttft.offloading"])
     limits = {
         "ttft.memory": min(1.3 * median["ttft.native"] + 0.010, beside + 0.003),
+        "ttft.memory_layerwise": 1.1 * median["ttft.memory"],
         "ttft.memory_async": median["ttft.offloading"] + 0.003,
         "ttft.disk": 1.5 * (median["ttft.memory"] + median["disk.read"]),
         "cold.overhead": 0.05,
+        "cold.overhead_layerwise": 0.05,
     }
     rows = []
     for row, value in median.items():
         limit = limits.get(row)
         ratio = None if limit is None or value <= 0 else limit / value
-        unit = "fraction" if row == "cold.overhead" else "s"
+        unit = "fraction" if row.startswith("cold.") else "s"
         rows.append({"name": row, "value": value, "unit": unit, "limit": limit, "ratio": ratio})
         short = limit is not None and value > limit
         print(f"{row:20s} {value:9.4f} {unit:8s} {'' if limit is None else f'{limit:9.4f}'} {'short' if short else ''}")

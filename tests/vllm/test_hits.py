@@ -25,6 +25,8 @@ WAYS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "over steps": (128, {"sync_load": 0}),
     "within a step, pages of two blocks": (256, {"sync_load": "10s"}),
     "over steps, pages of two blocks": (256, {"sync_load": 0}),
+    "layer by layer": (128, {"sync_load": "10s", "layerwise": True}),
+    "on streams, over steps": (128, {"sync_load": 0, "layerwise": True}),
 }
 
 LOADED = "external_prefix_cache_hits"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,15 +25,24 @@ turns its own prefix cache off for such models. That the blocks are equal can st
 class Case(Engine):
     """An engine of a kind, with pages of two blocks or more, and a disk."""
 
-    def __init__(self, models: Models, kind: str, disk: Path) -> None:
+    def __init__(self, models: Models, kind: str, disk: Path, **options: Any) -> None:
         self.kind = kind
         tier = {"backend": "disk", "path": str(disk), "capacity": "1GiB"}
-        super().__init__(models(kind), {"page_tokens": PAGE, "cpu": {"capacity": "256MiB"}, "tiers": [tier]})
+        super().__init__(models(kind), {"page_tokens": PAGE, "cpu": {"capacity": "256MiB"}, "tiers": [tier]}, options)
 
 
-@pytest.fixture(scope="module", params=["gemma", "deepseek"])
+CASES: dict[str, dict[str, Any]] = {
+    "gemma": {},
+    "deepseek": {},
+    "gemma, layer by layer": {"layerwise": True},
+    "deepseek, layer by layer": {"layerwise": True, "sync_load": "10s"},
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
 def engine(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    made = Case(models, request.param, tmp_path_factory.mktemp("disk"))
+    kind = request.param.split(",")[0]
+    made = Case(models, kind, tmp_path_factory.mktemp("disk"), **CASES[request.param])
     yield made
     made.close()
 

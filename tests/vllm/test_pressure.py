@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,15 @@ SHORT = 6
 NOTHING = {"requests": 0, "busy": 0, "leases": 0, "staged": 0}
 
 
-@pytest.fixture(scope="module", params=["10s", 0], ids=["within a step", "over steps"])
+WAYS: dict[str, dict[str, Any]] = {
+    "within a step": {"sync_load": "10s"},
+    "over steps": {"sync_load": 0},
+    "layer by layer": {"sync_load": "10s", "layerwise": True},
+    "on streams, over steps": {"sync_load": 0, "layerwise": True},
+}
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def engine(
     request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
@@ -28,7 +37,7 @@ def engine(
     made = Engine(
         models("llama"),
         cache,
-        {"sync_load": request.param},
+        WAYS[request.param],
         num_gpu_blocks_override=BLOCKS,
         max_model_len=1024,
         max_num_batched_tokens=1024,

@@ -483,9 +483,9 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @_guarded(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        # What is stored is copied before a step ends, so blocks may go to others. It is the first call of a step.
+        # It is the first call of a step. What is stored is read before blocks go to others: on streams, by then.
         if self._worker is not None:
-            self._worker.begin()
+            self._worker.begin(kv_connector_metadata.step if isinstance(kv_connector_metadata, Metadata) else Step(0))
 
     @_guarded(None)
     def wait_for_save(self) -> None:

@@ -9,6 +9,7 @@ with them, whoever has given up before.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -179,6 +180,7 @@ class StepStore:
         self._storing: list[_Storing] = []
         self._store: LayerStore | None = None
         self._worthless = False
+        self._finished = threading.Event()
 
     def begin(self, jobs: Sequence[Save]) -> None:
         """Find out where what the step completes goes.
@@ -215,10 +217,12 @@ class StepStore:
             self._store.computed(layer)
 
     def end(self, *, worthless: bool) -> None:
-        """It has computed all of them, or nonsense."""
+        """It has computed all of them, or nonsense: then this waits, so that it can be said at once."""
         self._worthless = worthless
         if self._store is not None:
             self._store.end().add_done_callback(self._finish)
+            if worthless:
+                self._finished.wait()
 
     def free(self) -> None:
         """Have what the engine does next wait until its blocks have been read."""
@@ -231,6 +235,7 @@ class StepStore:
         if failure is not None:
             self._warn("save", f"KV of a request could not be stored: {failure}")
         self._give_back(filled=failure is None and not self._worthless)
+        self._finished.set()
 
     def _give_back(self, *, filled: bool) -> None:
         for job, storing, rooms in self._storing:

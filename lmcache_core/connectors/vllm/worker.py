@@ -94,9 +94,14 @@ class WorkerSide:
 
     # The steps of the engine
 
-    def begin(self) -> None:
-        """The engine begins a step."""
+    def begin(self, step: Step) -> None:
+        """The engine begins a step: nothing of it has been written to its blocks yet."""
         self._began, self._ours = self._clock(), 0.0
+        self._spoilt = False
+        self._let_go()
+        if self._kv is not None:
+            self._kv.cut(step.page_tokens)
+        self._begin_store(step)
 
     def start(self, step: Step, *, busy: bool) -> None:
         """Begin the loads of a step: those that it needs are there when this returns, or have failed."""
@@ -118,8 +123,6 @@ class WorkerSide:
         self._told = step.known
         if self._kv is not None:
             self._kv.cut(step.page_tokens)
-        self._spoilt = False
-        self._let_go()
         if busy:
             for loading in self._loads.values():
                 loading.alone = False
@@ -131,7 +134,6 @@ class WorkerSide:
                 self._finish(loading)
                 if isinstance(loading, StreamedLoading) and loading.layered is not None:
                     self._layered.append(loading)
-        self._begin_store(step)
         self._go_on(self._options.load_slice if busy else IDLE_SLICE, may_wait=not busy)
 
     def _loading(self, job: Load) -> Loading:
@@ -241,7 +243,7 @@ class WorkerSide:
         memory = client.memory
         if memory is not None:
             kv.streams.pin(memory)
-        if not step.saves or self._spoilt or not self._writes:
+        if not step.saves or not self._writes:
             return
         storing = StepStore(client, kv, self._stored.extend, self._warn)
         try:

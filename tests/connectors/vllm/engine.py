@@ -321,8 +321,9 @@ class Engine:
         failed: set[str] = set()
         ended: set[str] = set()
         for rank, worker in enumerate(self.workers):
-            if self.measured:
-                worker.begin()
+            worker.begin(step)
+            if not self.measured:
+                worker._began = 0.0
             if plan.sync:
                 self._start(rank, step, plan)
             wrong |= self._forward(rank, plan, first)

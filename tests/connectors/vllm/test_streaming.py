@@ -75,7 +75,7 @@ def test_blocks_are_not_used_again_before_they_have_been_read(beside: None, gate
 
         def next_step() -> None:
             began.set()
-            worker.start(Step(PAGE_TOKENS), busy=True)
+            worker.begin(Step(PAGE_TOKENS))
 
         step = threading.Thread(target=next_step)
         step.start()

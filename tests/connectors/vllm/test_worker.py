@@ -90,6 +90,7 @@ def test_a_load_within_a_step_that_fails_is_computed_and_the_step_stores_nothing
         assert bad == set(request.blocks[0][:16])
         assert request.num_computed_tokens == 0
         assert (save.first_page, len(save.blocks[0])) == (4, 8)
+        world.settle()
         world.check_stored()
         assert world.index.pool.slots == 0
         engine.run()
