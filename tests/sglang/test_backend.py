@@ -37,6 +37,7 @@ from lmcache_core.node import Node
 from lmcache_core.service.server import NodeServer
 from tests.node.kv import until
 from tests.sglang.engine import extra_config, prompt
+from tests.sglang.models import make_model
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 KEYS = [key.hex() for key in page_keys(prompt(1, 16 * 12), 16)]
@@ -54,11 +55,11 @@ def cache(tmp_path: Path) -> Iterator[dict[str, Any]]:
         yield {"connect": str(tmp_path / "s")}
 
 
-def latents(layout: str) -> Any:
+def latents(layout: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     device = MLATokenToKVPool(
         size=512,
         page_size=16,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         kv_lora_rank=512,
         qk_rope_head_dim=64,
         layer_num=3,
@@ -79,7 +80,7 @@ def latents(layout: str) -> Any:
         target_layer_num=3,
         layer_shard_enabled=False,
     )
-    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape).to(torch.bfloat16))
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape).to(dtype))
     return pool
 
 
@@ -95,7 +96,7 @@ def storage(cache: Any, rank: int = 0, ranks: int = 1, **options: Any) -> HiCach
         enable_storage_metrics=True,
         is_page_first_layout=False,
         model_name="m",
-        extra_config=extra_config(cache, weights_id="test", **options),
+        extra_config=extra_config(cache, **{"weights_id": "test", **options}),
     )
 
 
@@ -104,8 +105,8 @@ def make(cache: dict[str, Any]) -> Iterator[Callable[..., Any]]:
     """Backends, each made and attached as SGLang does it."""
     made: list[Any] = []
 
-    def attach(pool: Any, **rank: int) -> Any:
-        backend = StorageBackendFactory.create_backend("dynamic", storage(cache, **rank), pool)
+    def attach(pool: Any, **more: Any) -> Any:
+        backend = StorageBackendFactory.create_backend("dynamic", storage(cache, **more), pool)
         made.append(backend)
         backend.register_mem_pool_host(pool)
         backend.register_mem_host_pool_v2(pool, "kv")
@@ -196,6 +197,44 @@ def test_a_page_that_is_not_there_is_left_alone(make: Callable[..., Any]) -> Non
     before = pool.kv_buffer.clone()
     assert backend.batch_get_v1([*KEYS[:2], "0" * 64, "1" * 64], places) == [True, True, False, False]
     assert torch.equal(pool.kv_buffer, before)
+
+
+def test_another_model_under_the_same_served_name_finds_nothing(make: Callable[..., Any], tmp_path: Path) -> None:
+    found = []
+    for number, seed in enumerate((1, 2, 1)):
+        place = make_model(tmp_path / str(number), seed)
+        set_global_server_args_for_scheduler(ServerArgs(model_path=str(place), served_model_name="m", page_size=16))
+        pool = latents("page_first")
+        backend = make(pool, weights_id="")
+        found.append(backend.batch_exists(KEYS[:4]))
+        if not number:
+            assert backend.batch_set_v1(KEYS[:4], pool.alloc(64)) == [True] * 4
+    assert found == [0, 0, 4]
+
+
+def test_kv_of_another_type_is_not_found(make: Callable[..., Any]) -> None:
+    """Of the same model and the same number of bytes."""
+    pool = latents("page_first")
+    assert make(pool).batch_set_v1(KEYS[:4], pool.alloc(64)) == [True] * 4
+    assert make(latents("page_first", torch.float16)).batch_exists(KEYS[:4]) == 0
+    assert make(latents("page_first")).batch_exists(KEYS[:4]) == 4
+
+
+@pytest.mark.parametrize("other", [("lora", None), (None, "tenant"), ("lora", "tenant")])
+def test_requests_with_an_adapter_or_a_salt_and_those_without_find_nothing_of_each_other(
+    make: Callable[..., Any], other: tuple[str | None, str | None]
+) -> None:
+    from array import array
+
+    tokens = array("q", prompt(7, 64))
+    plain, kept_apart = (list(get_hash_str(tokens, seed, 16)) for seed in (None, storage_namespace_seed(*other)))
+    pool = latents("page_first")
+    backend, places = make(pool), pool.alloc(64)
+    assert backend.batch_set_v1(plain, places) == [True] * 4
+    assert backend.batch_exists(kept_apart) == 0
+    assert backend.batch_get_v1(kept_apart, places) == [False] * 4
+    assert backend.batch_set_v1(kept_apart, places) == [True] * 4
+    assert (backend.batch_exists(plain), backend.batch_exists(kept_apart)) == (4, 4)
 
 
 def states() -> Any:

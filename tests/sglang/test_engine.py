@@ -116,6 +116,23 @@ def test_two_ranks(model: Path, tmp_path: Path) -> None:
         assert new.tokens == renewed.tokens != first.tokens
 
 
+def test_ranks_that_find_different_pages_use_what_all_of_them_have(model: Path) -> None:
+    """Each rank's calls fail by themselves, so that they disagree about most prompts: nobody waits for another one, no
+    answer is another, and what all have is used."""
+    faults = {
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.02",
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.1",  # of four that a prompt needs in each of two ranks
+    }
+    with Engine(model, extra_config(CACHE), tp_size=2, environment=faults) as ranks:
+        storage = []
+        for seed in range(40, 50):
+            first, again = forgotten(ranks, seed)
+            assert again.tokens == first.tokens
+            storage.append(again.storage)
+        assert WHOLE in storage
+
+
 def test_sglang_s_own_faults_on_a_node_that_runs_by_itself(model: Path, tmp_path: Path) -> None:
     faults = {
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.02",

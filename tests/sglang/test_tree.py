@@ -13,6 +13,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageFailureInjector
 
 from lmcache_core.config import Config, CpuConfig
+from lmcache_core.connectors.sglang.pagestore import PageStore
 from lmcache_core.direct import DirectClient
 from lmcache_core.node import Node
 from lmcache_core.service.server import NodeServer
@@ -129,6 +130,34 @@ def test_clear_and_detach(cache: dict[str, Any]) -> None:
         assert backend.batch_get_v1(["0" * 64], torch.arange(16)) == [False]
     with Tree(cache, "page_first") as tree:
         assert tree.prefetch(tokens) == 0
+
+
+@pytest.mark.parametrize("method", ["exists", "get", "set"])
+def test_an_exception_of_ours_ends_no_thread_of_sglang_s(
+    cache: dict[str, Any], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They look up, read and store again as soon as it is over."""
+    tokens = prompt(1, 96)
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("boom")
+
+    with Tree(cache, "page_first") as tree:
+        with monkeypatch.context() as breaking:
+            breaking.setattr(PageStore, method, broken)
+            tree.compute(prompt(2, 96))
+            tree.prefetch(tokens)
+        assert all(thread.is_alive() for thread in tree.threads)
+        want = tree.compute(tokens)
+    with Tree(cache, "page_first") as tree:
+        with monkeypatch.context() as breaking:
+            breaking.setattr(PageStore, method, broken)
+            assert tree.prefetch([*tokens, *prompt(3, 32)]) == (96 if method == "set" else 0)
+        assert all(thread.is_alive() for thread in tree.threads)
+        assert bool(tree.backend.faults) is (method != "set")
+    with Tree(cache, "page_first") as tree:
+        assert tree.prefetch([*tokens, *prompt(4, 32)]) == 96
+        assert all(torch.equal(a, b) for a, b in zip(tree.load(tokens), want, strict=True))
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,11 @@ class World:
         """Take all out of these places."""
         self.settle()
         DirectClient(self.node).clear(None, places)
+
+    def counts(self, name: str) -> Mapping[str, float]:
+        """One of the node's counters."""
+        found: Mapping[str, float] = DirectClient(self.node).stats().counts[name]
+        return found
 
     @property
     def chunks(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +292,46 @@ def test_what_other_ranks_lack_is_not_kept_for_ever() -> None:
         world.store.close()
 
 
+def test_the_chunks_of_one_read_come_side_by_side() -> None:
+    """SGLang has one thread that reads: what does not happen at once within a call does not happen at once at all."""
+    slow = Slow(tier())
+    with opened(slow, read_timeout=30.0, capacity=8 << 20) as world:
+        world.compute(KEYS)
+        world.forget("cpu")
+        assert world.store.exists(KEYS) == 40
+        slow.hang("read")
+        with ThreadPoolExecutor(1) as reader:
+            reading = reader.submit(world.read, KEYS)
+            until(lambda: slow.hanging > 1)
+            slow.release()
+            assert reading.result() == 40
+
+
 # Failures
+
+
+def test_a_counter_says_why_what_was_stored_is_not_read_back() -> None:
+    """Damage, lateness, or that there was no room for it."""
+    with opened(Corrupting(tier())) as world:
+        world.compute(KEYS[:8])
+        world.forget("cpu")
+        assert world.fetch(KEYS[:8]) == 0
+        assert sum(world.counts("corrupt_chunks").values()) > 0
+    slow = Slow(tier())
+    with opened(slow, options=SHORT, read_timeout=0.01) as world:
+        world.compute(KEYS[:8])
+        world.forget("cpu")
+        slow.hang("read")
+        assert world.fetch(KEYS[:8]) == 0
+        slow.release()
+        world.settle()
+        assert sum(world.counts("late_reads").values()) > 0
+    with opened(capacity=60_000) as world:
+        world.compute(KEYS[:8])
+        world.store.exists(KEYS[:8])
+        for seed in range(10, 30):
+            world.compute(prompt_keys(seed, 16))
+        assert world.counts("dropped_chunks")["pool_full"] > 0
 
 
 def test_a_read_that_hangs_ends_in_time_and_lands_nowhere() -> None:
