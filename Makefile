@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo test test-vllm test-sglang test-py lint format docs bench bench-remote bench-vllm bench-sglang soak faults sim servers clean
+.PHONY: help setup demo test test-vllm test-sglang test-py lint format docs bench bench-remote bench-vllm bench-sglang gpu-check soak faults sim servers clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -64,6 +64,9 @@ bench-vllm: .venv-vllm/.stamp  ## measure time to first token in a real vLLM; re
 	.venv-vllm/bin/python -m benchmarks.vllm --out bench-vllm.json
 	.venv-vllm/bin/python -m benchmarks.vllm.slow
 
+gpu-check: .venv-gpu/.stamp  ## check kernels and transfers on an NVIDIA GPU, and measure it; results go to gpu-check.json
+	.venv-gpu/bin/python -m benchmarks.gpu --out gpu-check.json
+
 bench-sglang: .venv-sglang/.stamp  ## measure pages of SGLang's host pool; results go to bench-sglang.json
 	.venv-sglang/bin/python -m benchmarks.sglang --out bench-sglang.json
 
@@ -79,7 +82,7 @@ faults: setup servers  ## run the fault injection suite
 servers: .venv-servers/.stamp  ## make .venv-servers: the servers that tests of remote tiers talk to
 
 clean:  ## delete everything that these targets made
-	rm -rf .venv .venv-docs .venv-py* .venv-servers .venv-sglang .venv-vllm build dist site bench.json bench-remote.json bench-vllm.json bench-sglang.json
+	rm -rf .venv .venv-docs .venv-py* .venv-servers .venv-sglang .venv-gpu .venv-vllm build dist site bench.json bench-remote.json bench-vllm.json bench-sglang.json gpu-check.json
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -118,6 +121,12 @@ $(VENV)/.stamp-model: $(VENV)/.stamp-dev
 	.venv-vllm/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
 	.venv-vllm/bin/python $(PIP_INSTALL) $(TORCH)
 	.venv-vllm/bin/python $(PIP_INSTALL) --no-deps -r tests/vllm/requirements.txt -e .
+	@touch $@
+
+.venv-gpu/.stamp: pyproject.toml
+	test -x .venv-gpu/bin/python || "$(PYTHON)" -m venv .venv-gpu
+	.venv-gpu/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
+	.venv-gpu/bin/python $(PIP_INSTALL) -e '.[cuda]'
 	@touch $@
 
 .venv-sglang/.stamp: tests/sglang/requirements.txt pyproject.toml

@@ -1,0 +1,1 @@
+"""Kernels and transfers on a GPU, checked and measured."""
