@@ -89,14 +89,15 @@ async def test_no_room_that_kvikio_meets_is_full_and_no_failure(standin: StandIn
 async def test_what_a_device_has_written_is_swept_as_anything(
     standin: StandIn, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_backends.nfs.session.FIRST", 0.0)
     chunks = [framed(number) for number in range(8)]
     size = chunks[0].form.nbytes
+    monkeypatch.setattr("lmcache_backends.nfs.session.FIRST", 1e9)  # this one sweeps nothing
     async with opened(path) as backend:
         await backend.write_direct([one.on(standin.memory) for one in chunks], standin.memory.copy_back)
     for hours, one in enumerate(reversed(chunks), 1):
         then = time.time() - 3600 * hours
         os.utime(file_of(path, one.chunk.key), (then, then))
+    monkeypatch.setattr("lmcache_backends.nfs.session.FIRST", 0.0)
     async with opened(path, capacity=5 * size) as backend:
         await asyncio.to_thread(until, lambda: backend.counters()["sweeps"] == 1)
         assert backend.counters()["swept_chunks"] == 4
