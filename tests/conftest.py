@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,10 @@ def pytest_configure(config: pytest.Config) -> None:
     started there inherits it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(config, "workerinput"):
+        # Sockets lie below these folders, and a socket's path is short: `popen-gw1` is longer than it need be.
+        folder = Path(config.option.basetemp)
+        config.option.basetemp = folder.with_name(folder.name.removeprefix("popen-gw"))
 
 
 @pytest.hookimpl(trylast=True)

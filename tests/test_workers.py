@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.servers.process import _share
 from tests.workers import unit
 
 pytest_plugins = ["pytester"]
@@ -52,6 +53,14 @@ def test_every_folder_whose_files_share_what_is_made_once_a_session_is_a_unit() 
         folder = conftest.parent.relative_to(ROOT).as_posix()
         if 'scope="session"' in conftest.read_text() and folder not in ("tests/vllm", "tests/sglang"):
             assert unit(f"{folder}/test_one.py::test_it") == unit(f"{folder}/test_other.py::test_it") == folder
+
+
+def test_each_worker_has_ports_of_its_own() -> None:
+    shares = [_share(f"gw{number}", 3) for number in range(3)]
+    assert len({port for share in shares for port in share}) == sum(map(len, shares))
+    assert min(map(len, shares)) > 3000
+    assert list(_share("gw0", 1)) == list(range(20_000, 30_000))
+    assert _share("gw2", 2) == _share("gw0", 2)  # one that takes the place of another that crashed
 
 
 def test_two_workers_run_all_of_it_once_and_begin_with_what_is_slow(

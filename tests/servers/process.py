@@ -16,7 +16,7 @@ from pathlib import Path
 __all__ = ["Process", "accepts", "free_ports", "running"]
 
 STARTS = 60.0
-_LOWEST, _HIGHEST = 20_000, 32_000  # below the ports that clients get
+_LOWEST, _HIGHEST = 20_000, 30_000  # below the ports that clients get
 
 
 class Process:
@@ -96,10 +96,11 @@ def accepts(port: int) -> bool:
 
 def free_ports(count: int, *, beside: Sequence[int] = ()) -> list[int]:
     """Ports of this host that nobody uses just now, nor those that are as far from them as `beside` says."""
-    start = _LOWEST + os.getpid() * 37 % (_HIGHEST - _LOWEST)
+    mine = _share(os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    start = os.getpid() * 37
     found: list[int] = []
-    for step in range(_HIGHEST - _LOWEST):
-        port = _LOWEST + (start - _LOWEST + step) % (_HIGHEST - _LOWEST)
+    for step in range(len(mine)):
+        port = mine[(start + step) % len(mine)]
         if port not in _given and all(_free(port + each) for each in (0, *beside)):
             _given.add(port)
             found.append(port)
@@ -109,6 +110,13 @@ def free_ports(count: int, *, beside: Sequence[int] = ()) -> list[int]:
 
 
 _given: set[int] = set()
+
+
+def _share(worker: str, workers: int) -> range:
+    """A worker's own ports: nobody else takes that of a server which has ended and is to be started again."""
+    number = int(worker.removeprefix("gw")) % workers
+    size = (_HIGHEST - _LOWEST) // workers
+    return range(_LOWEST + number * size, _LOWEST + (number + 1) * size)
 
 
 def _free(port: int) -> bool:
