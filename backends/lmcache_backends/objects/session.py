@@ -306,6 +306,11 @@ class Session:
         except Fault as fault:
             raise self._service.told(fault) from None
 
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # or asyncio reports it, in a log, if whoever waited for it has just been cancelled
+
     async def _all(self, works: Iterable[Coroutine[object, object, None]]) -> None:
         """Do all of it at once, and end when all of it has: at the first that fails, or when cancelled, the rest is
         cancelled, so that nothing of it touches a buffer any more."""
@@ -314,7 +319,7 @@ class Session:
             return
         self._tasks.update(tasks)
         for task in tasks:
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._forget)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
