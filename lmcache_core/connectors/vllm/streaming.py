@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from lmcache_core.connectors.vllm.plan import Load, Save, Timing
 from lmcache_core.errors import LMCacheError
 from lmcache_core.streaming import Copying, Layer, LayerLoad, LayerStore, StreamingTransfer
 
-__all__ = ["StepStore", "StreamedLoading"]
+__all__ = ["StepLoad", "StepStore", "StreamedLoading"]
 
 
 class _Handover:
@@ -30,47 +31,55 @@ class _Handover:
     given back when they have been."""
 
     def __init__(
-        self, client: Client, held: Held, view: RequestView, streams: StreamingTransfer, order: Sequence[Layer]
+        self, client: Client, held: Held, view: RequestView, streams: StreamingTransfer, *, together: bool
     ) -> None:
+        self.copies: list[Copying] = []
+        """Not under way yet."""
         self.loads: list[LayerLoad] = []
         self._client = client
         self._held = held
         self._view = view
         self._streams = streams
-        self._order = order
-        self._copies: list[Copying] = []
+        self._together = together
         self._parts = 0
+        self._nbytes = 0
 
     def grant(self, held: Held, start: int, ahead: int) -> list[Grant]:
         return self._client.grant(held, start, ahead)
 
     def count(self, name: str, label: str, amount: float = 1) -> None:
-        self._client.count(name, label, amount)
+        if name not in ("copied_bytes", "copy_seconds"):  # counted when they have been copied
+            self._client.count(name, label, amount)
 
     def scatter(self, group: int, first_page: int, pages: int, source: memoryview) -> None:
-        self._copies.append(self._view.copying(group, first_page, pages, source))
+        self.copies.append(self._view.copying(group, first_page, pages, source))
+        self._nbytes += source.nbytes
 
     def consume(self, held: Held, parts: int) -> None:
         self._parts += parts
-        if not self._order:
-            self.submit()
+        if not self._together and self.copies:
+            self.under_way(self._streams.load(self.copies))
 
-    def submit(self) -> None:
-        """Have what there is copied."""
-        if not self._copies:
-            return
-        load = self._streams.load(self._copies, self._order)
+    def under_way(self, load: LayerLoad) -> None:
+        """All that was handed over is being copied."""
+        parts, nbytes, began = self._parts, self._nbytes, time.perf_counter()
+        self._parts = self._nbytes = 0
+        self.copies = []
         self.loads.append(load)
-        parts, self._parts, self._copies = self._parts, 0, []
-        load.done.add_done_callback(lambda _: self._consume(parts))
 
-    def _consume(self, parts: int) -> None:
-        with contextlib.suppress(LMCacheError):  # the node is gone, and with it whom this is for
-            self._client.consume(self._held, parts)
+        def ended(done: Future[None]) -> None:
+            with contextlib.suppress(LMCacheError):  # the node is gone, and with it whom this is for
+                self._client.consume(self._held, parts)
+                if done.exception() is None:
+                    self._client.count("copied_bytes", "to_engine", nbytes)
+                    self._client.count("copy_seconds", "to_engine", time.perf_counter() - began)
+
+        load.done.add_done_callback(ended)
 
 
 class StreamedLoading(Loading):
-    """A load whose copies are made beside the engine.
+    """A load whose copies are made beside the engine. One that a step needs, layer by layer, has ended for the engine
+    when all of it is in slots; what there is to copy is then for `StepLoad`.
 
     Args:
         late: Told of the timing of one whose copies went on after it had ended for the engine.
@@ -92,62 +101,99 @@ class StreamedLoading(Loading):
         self._layerwise = layerwise and job.now
         self._late = late
         self._handover: _Handover | None = None
+        self._open: tuple[Client, Held] | None = None
+        """What is to be released when the copies have ended."""
 
     @property
-    def layered(self) -> LayerLoad | None:
-        """What the engine waits for layer by layer."""
-        loads = self._handover.loads if self._handover is not None and self._layerwise else []
-        return loads[0] if loads else None
+    def copies(self) -> Sequence[Copying]:
+        """What is to be copied layer by layer."""
+        return self._handover.copies if self._handover is not None and self._open is not None else ()
+
+    def under_way(self, load: LayerLoad) -> None:
+        """That is being copied now."""
+        assert self._handover is not None
+        assert self._open is not None
+        self._handover.under_way(load)
+        client, held = self._open
+
+        def ended(_: Future[None]) -> None:
+            _let_go(client, held)
+            self._ended_at = self._clock()
+            timing = super(StreamedLoading, self).timing()
+            if timing is not None:
+                self._late(timing)
+
+        load.done.add_done_callback(ended)
+
+    def lost(self) -> None:
+        """It cannot be copied: nothing of it is there."""
+        self.pages = min(self.pages, self.job.first_page)
+        if self._open is not None and not (self._handover and self._handover.loads):
+            _let_go(*self._open)
+        self._open = None
 
     def _operate(self, client: Client, kv: EngineKV, held: Held) -> operations.Operation[operations.Loaded]:
         assert kv.streams is not None
         job = self.job
         view = kv.view(job.first_page, job.blocks, job.skip_tokens)
-        order = kv.order if self._layerwise else ()
-        self._handover = handover = _Handover(client, held, view, kv.streams, order)
+        self._handover = handover = _Handover(client, held, view, kv.streams, together=self._layerwise)
         ended = False
         try:
             loaded = yield from operations.load(handover, held, handover, job.first_page)
-            handover.submit()
-            if not self._layerwise:
-                for load in handover.loads:
-                    if not load.done.done():
-                        yield operations.Wait(load.done, None)  # type: ignore[arg-type]
-            ended = self._layerwise or all(load.done.done() for load in handover.loads)
+            for load in handover.loads:
+                if not load.done.done():
+                    yield operations.Wait(load.done, None)  # type: ignore[arg-type]
+            ended = all(load.done.done() for load in handover.loads)
         finally:
             for load in handover.loads:
                 if not ended:  # the engine may give the blocks to others, but not before the copies have ended
                     load.settle()
-                if not self._layerwise:
-                    load.close()
-        failed = [load for load in handover.loads if load.done.done() and load.done.exception() is not None]
-        if failed:
-            self._warn("load", f"KV of a request could not be loaded: {failed[0].done.exception()}")
+                load.close()
+        failed = [load.done.exception() for load in handover.loads if load.done.done()]
+        if any(failed):
+            self._warn("load", f"KV of a request could not be loaded: {next(filter(None, failed))}")
             return operations.Loaded(min(job.first_page, loaded.pages), {}, 0, broken=True)
         return loaded
 
     def _release(self, client: Client, held: Held) -> None:
-        loads = self._handover.loads if self._handover is not None else []
-        if not loads:
+        handover = self._handover
+        if handover is not None and handover.copies and self._layerwise:
+            self._open = client, held
+        elif handover is None or not handover.loads:
             client.release(held)
-            return
-
-        def release(_: Future[None]) -> None:
-            with contextlib.suppress(LMCacheError):  # the node is gone, and has let go of it
-                client.release(held)
-
-        loads[-1].done.add_done_callback(release)  # they end in their order
-        if self._layerwise:
-            loads[-1].done.add_done_callback(self._copied)
-
-    def _copied(self, _: Future[None]) -> None:
-        self._ended_at = self._clock()
-        timing = super().timing()
-        if timing is not None:
-            self._late(timing)
+        else:  # they end in their order
+            handover.loads[-1].done.add_done_callback(lambda _: _let_go(client, held))
 
     def timing(self) -> Timing | None:
-        return None if self.layered is not None else super().timing()
+        return None if self._open is not None else super().timing()
+
+
+def _let_go(client: Client, held: Held) -> None:
+    with contextlib.suppress(LMCacheError):  # the node is gone, and has let go of it
+        client.release(held)
+
+
+class StepLoad:
+    """What one step needs, of all its requests, layer by layer in the order in which the engine comes to them.
+
+    Raises:
+        LMCacheError: It cannot be copied.
+    """
+
+    def __init__(self, streams: StreamingTransfer, order: Sequence[Layer], loadings: Sequence[StreamedLoading]) -> None:
+        self.loadings = loadings
+        self._load = load = streams.load([copying for each in loadings for copying in each.copies], order)
+        for each in loadings:
+            each.under_way(load)
+
+    def wait(self, layer: Layer) -> bool:
+        """Have the engine wait for a layer. False if it is not there."""
+        return self._load.wait(layer)
+
+    def settle(self) -> None:
+        """Have the engine wait for all that it has not waited for."""
+        self._load.settle()
+        self._load.close()
 
 
 class _Storing(NamedTuple):

@@ -16,7 +16,7 @@ from lmcache_core.connectors.vllm.enginekv import EngineKV, Geometry
 from lmcache_core.connectors.vllm.loading import Loading
 from lmcache_core.connectors.vllm.options import Options
 from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step, Timing
-from lmcache_core.connectors.vllm.streaming import StepStore, StreamedLoading
+from lmcache_core.connectors.vllm.streaming import StepLoad, StepStore, StreamedLoading
 from lmcache_core.errors import LMCacheError
 
 __all__ = ["WorkerSide"]
@@ -66,8 +66,8 @@ class WorkerSide:
         """Seconds of the step that went to loads."""
         self._spoilt = False
         """A load of this step has failed, and so its forward pass computes nonsense."""
-        self._layered: list[StreamedLoading] = []
-        """Loads of this step that the engine waits for layer by layer."""
+        self._step_load: StepLoad | None = None
+        """What the engine waits for layer by layer in this step."""
         self._storing: StepStore | None = None
         """What this step completes."""
         self._reading: list[StepStore] = []
@@ -126,14 +126,17 @@ class WorkerSide:
         if busy:
             for loading in self._loads.values():
                 loading.alone = False
+        layered: list[StreamedLoading] = []
         for job in step.loads:
             self._loads[job.request] = loading = self._loading(job)
             if job.now:
                 loading.run(None)
                 self._spoilt |= loading.failed
                 self._finish(loading)
-                if isinstance(loading, StreamedLoading) and loading.layered is not None:
-                    self._layered.append(loading)
+                if isinstance(loading, StreamedLoading) and loading.copies:
+                    layered.append(loading)
+        if layered:
+            self._begin_load(layered)
         self._go_on(self._options.load_slice if busy else IDLE_SLICE, may_wait=not busy)
 
     def _loading(self, job: Load) -> Loading:
@@ -193,21 +196,30 @@ class WorkerSide:
 
     def wait_layer(self, name: str) -> None:
         """The engine comes to a layer: what is loaded of it must be there first."""
-        if not self._layered or self._kv is None or (layer := self._kv.layers.get(name)) is None:
+        load = self._step_load
+        if load is None or self._kv is None or (layer := self._kv.layers.get(name)) is None:
             return
         started = self._clock()
-        for loading in list(self._layered):
-            load = loading.layered
-            if load is not None and not load.wait(layer):
-                self._spoil(loading)
+        if not load.wait(layer):
+            self._settle()
+            self._lose(load.loadings)
         self._ours += self._clock() - started
 
-    def _spoil(self, loading: StreamedLoading) -> None:
+    def _begin_load(self, loadings: Sequence[StreamedLoading]) -> None:
+        assert self._kv is not None
+        assert self._kv.streams is not None
+        try:
+            self._step_load = StepLoad(self._kv.streams, self._kv.order, loadings)
+        except LMCacheError as error:
+            self._warn("load", f"KV of a request could not be loaded: {error}")
+            self._lose(loadings)
+
+    def _lose(self, loadings: Sequence[StreamedLoading]) -> None:
         """What was promised to this step is not there after all."""
-        self._layered.remove(loading)
         self._spoilt = True
-        loading.pages = loading.job.first_page
-        self._fail(loading)
+        for loading in loadings:
+            loading.lost()
+            self._fail(loading)
 
     def layer_computed(self, name: str) -> None:
         """The engine has computed a layer."""
@@ -229,12 +241,9 @@ class WorkerSide:
         self._settle()
 
     def _settle(self) -> None:
-        for loading in self._layered:
-            load = loading.layered
-            if load is not None:
-                load.settle()
-                load.close()
-        self._layered.clear()
+        if self._step_load is not None:
+            self._step_load.settle()
+            self._step_load = None
 
     def _begin_store(self, step: Step) -> None:
         client, kv = self._find_client(), self._kv

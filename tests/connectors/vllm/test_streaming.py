@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import Phase, settings
@@ -16,8 +16,10 @@ from lmcache_core.connectors.vllm.plan import Load, Step
 from lmcache_core.connectors.vllm.streaming import StepStore, StreamedLoading
 from lmcache_core.connectors.vllm.worker import WorkerSide
 from lmcache_core.direct import DirectClient
+from lmcache_core.streaming import Copying, Layer, LayerLoad
 from lmcache_transfer import cpu
 from lmcache_transfer.hostdevice import HostStream
+from lmcache_transfer.streamed import StreamedTransfer
 from tests.connectors.vllm import world as world_module
 from tests.connectors.vllm.test_machine import FEW, ConnectorMachine, HybridMachine, RanksMachine
 from tests.connectors.vllm.world import PAGE_TOKENS, open_world, prompt
@@ -107,19 +109,44 @@ def test_slots_stay_until_the_device_has_done_with_them(beside: None, gate: thre
             job = Load("x", client.share(held), 0, 4, 0, (tuple(range(1, 17)),), True, 5.0)
             loading = worker._loading(job)
             loading.run(None)
+            assert isinstance(loading, StreamedLoading)
+            worker._begin_load([loading])
             if given_up:
                 loading.fail()
             client.release(held)
             client.clear()
-            assert isinstance(loading, StreamedLoading)
-            load = loading.layered
-            assert load is not None
+            assert worker._step_load is not None
+            load = worker._step_load._load
             assert not load.done.done()
             assert pool.slots == 2
             gate.set()
             load.done.result(10)
             until(lambda: pool.slots == 0)
-            load.close()
+            worker._settle()
+
+
+@pytest.mark.parametrize("beside", [True], ids=["layer by layer"], indirect=True)
+def test_requests_of_one_step_are_loaded_together(beside: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of all of them before the next: the engine comes to the first layer of all of them first."""
+    loads: list[tuple[int, int]] = []
+    load = StreamedTransfer.load
+
+    def noted(self: StreamedTransfer, copies: Sequence[Copying], order: Sequence[Layer] = ()) -> LayerLoad:
+        loads.append((sum(each.pages for each in copies), len(order)))
+        return load(self, copies, order)
+
+    monkeypatch.setattr(StreamedTransfer, "load", noted)
+    with open_world(budget=1000, blocks=200) as world:
+        world.generate("a", prompt("abcd12"))
+        world.generate("b", prompt("xy12"))
+        world.forget()
+        engine = world.engine
+        for name, text in (("c", "abcd34"), ("d", "xy34")):
+            engine.add(name, prompt(text))
+        engine.run()
+        assert (engine.loaded["c"], engine.loaded["d"]) == (64, 32)
+        assert loads == [(6, 2)]
+        world.at_rest()
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]
