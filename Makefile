@@ -98,7 +98,7 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-pip
 	$(BIN)/python $(PIP_INSTALL) $(TORCH)
 	@touch $@
 
-# Of what KvikIO asks for, no more than it needs to move bytes between files and memory: cupy and the rest have 1.5 GB.
+# Of what KvikIO asks for, no more than it needs to move bytes between files and memory: the rest has over a gigabyte.
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt $(VENV)/.stamp-torch
 	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[torch,transformers,demo,redis,s3,azure,gcs,mooncake,nixl,lz4,zstd,crypto,cuda,testing]' --group dev
 	$(BIN)/python $(PIP_INSTALL) -c constraints.txt --no-deps kvikio-cu12 libkvikio-cu12 rapids-logger nvidia-cufile-cu12 cuda-pathfinder

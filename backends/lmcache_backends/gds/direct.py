@@ -94,7 +94,7 @@ class DirectFiles:
     def _read(self, fd: int, size: int, form: FrameShape, read: DirectRead, back: CopyBack) -> ReadResult:
         chunk = read.chunk
         header = _host_memory(form.header_bytes)
-        if not form.header_bytes < size <= form.nbytes or not self._plain.read(fd, header):
+        if not self._plain.read(fd, header):
             return ReadResult.CORRUPT
         try:
             coding, table = verify_header(header, form, chunk.key.space, chunk.parent, chunk.pages)

@@ -112,8 +112,8 @@ class Claims:
             ConfigError: Another tier needs it otherwise.
         """
         with self._lock:
-            others = {asked for other, asked in self._compat.items() if other is not owner}
-            if others - {options.compat}:
+            others = set(self._compat.values()) - {options.compat}
+            if others:
                 raise ConfigError(
                     f"gds: compat: {options.compat} and {others.pop()} cannot both be in one process; KvikIO has one "
                     "mode for all: write the same for all tiers"

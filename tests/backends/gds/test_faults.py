@@ -70,6 +70,16 @@ async def test_what_fails_in_kvikio_says_what_to_do(
     assert descriptors(path) == []
 
 
+async def test_memory_that_kvikio_does_not_get_is_named(standin: StandIn, path: Path) -> None:
+    async with opened(path, host_memory="kvikio") as backend:
+        await backend.write([CHUNK])
+        standin.error = MemoryError()
+        with pytest.raises(BackendError, match="KvikIO got no memory"):
+            await value(backend, CHUNK.key, SIZE)
+        standin.error = None
+        assert await value(backend, CHUNK.key, SIZE) == CHUNK.data
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 async def test_no_room_that_kvikio_meets_is_full_and_no_failure(standin: StandIn, path: Path, code: int) -> None:
     one, newer = framed(), framed(version=1)
@@ -92,8 +102,13 @@ async def test_what_a_device_has_written_is_swept_as_anything(
     chunks = [framed(number) for number in range(8)]
     size = chunks[0].form.nbytes
     monkeypatch.setattr("lmcache_backends.nfs.session.FIRST", 1e9)  # this one sweeps nothing
+    written: list[int] = []
+    monkeypatch.setattr("lmcache_backends.nfs.session.Session.wrote", lambda _, nbytes: written.append(nbytes))
     async with opened(path) as backend:
         await backend.write_direct([one.on(standin.memory) for one in chunks], standin.memory.copy_back)
+        await backend.touch([one.chunk.key for one in chunks])
+        assert backend.counters()["touches"] == 0, "a write counts as a use"
+    assert written == [8 * chunks[0].form.payload_bytes]
     for hours, one in enumerate(reversed(chunks), 1):
         then = time.time() - 3600 * hours
         os.utime(file_of(path, one.chunk.key), (then, then))
