@@ -94,6 +94,11 @@ class StreamingTransfer(Protocol):
         """Copy from the engine, each layer when it is `computed`, or all at the end."""
         ...
 
+    def moment(self) -> Future[float]:
+        """When the device comes to here in what the engine submits, by `time.perf_counter`. Moments come in their
+        order."""
+        ...
+
     def close(self) -> None:
         """Wait for what is under way, and let go of the device."""
         ...

@@ -112,7 +112,6 @@ class World:
         if not all((seen[layer] == value + layer).all() for layer in range(LAYERS)):
             self.wrong.append("load")
 
-
     def give_up(self, buffers: list[memoryview]) -> None:
         """Load, and use the blocks for something else before it has ended."""
         mine = [memoryview(bytearray(buffer)) for buffer in buffers]

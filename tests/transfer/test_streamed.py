@@ -4,6 +4,7 @@ all layers together or one by one, streams on threads or not, with gaps."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from lmcache_core.protocols import KVView, RegisteredKV, Transfer
 from lmcache_core.streaming import Copying, Layer, StreamingTransfer
 from lmcache_cuda.errors import DriverError
 from lmcache_transfer.device import Piece
-from lmcache_transfer.hostdevice import HostDevice, HostStream
+from lmcache_transfer.hostdevice import HostDevice, HostStream, ThreadStream
 from lmcache_transfer.paged import Layout
 from lmcache_transfer.pinned import PinnedMemory
 from lmcache_transfer.streamed import StreamedKV, StreamedTransfer, StreamOptions
@@ -279,6 +280,12 @@ def test_buffers_and_tensors_live_as_long_as_copies_of_them(transfer: StreamedTr
     store.close()
 
 
+def joined(memory: PinnedMemory) -> None:
+    for area in memory._areas.values():
+        assert area.thread is not None
+        area.thread.join()
+
+
 class TestPinned:
     class Device(HostDevice):
         def __init__(self) -> None:
@@ -315,10 +322,10 @@ class TestPinned:
         memory = PinnedMemory(device, piece=64)
         for _ in range(3):
             memory.pin(4096, memoryview(bytes(150)))
-        for thread in memory._threads:
-            thread.join()
+        joined(memory)
         assert device.pinned == [(4096, 64), (4160, 64), (4224, 22)]
         memory.close()
+        assert device.pinned == []
 
     def test_what_cannot_be_pinned_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
         class Refuses(HostDevice):
@@ -327,9 +334,54 @@ class TestPinned:
 
         memory = PinnedMemory(Refuses(), piece=64)
         memory.pin(4096, memoryview(bytes(640)))
-        memory._threads[0].join()
+        joined(memory)
         assert [record.getMessage() for record in caplog.records] == [
             "0 of 640 bytes of the host pool are pinned, copies to and from the others are slower: "
             "pinning is limited by ulimit -l"
         ]
         memory.close()
+
+    def test_memory_that_others_take_the_place_of_is_let_go_of(self) -> None:
+        """As when a node has been started again: not at once, since a copy of it may still be under way."""
+        device = self.Device()
+        transfer = StreamedTransfer(device, StreamOptions())
+        old, new = memoryview(bytearray(8192)), memoryview(bytearray(8192))
+        transfer.pin(old)
+        joined(transfer._pinned)
+        (kept,) = device.pinned
+        for pinned in (2, 1):
+            transfer.pin(new)
+            joined(transfer._pinned)
+            for under_way in (transfer.store([]), transfer.load([])):
+                under_way.close()
+                under_way.done.result(10)
+            assert len(device.pinned) == pinned
+        assert kept not in device.pinned
+        transfer.close()
+        assert device.pinned == []
+
+
+def test_moments_come_in_their_order(transfer: StreamedTransfer, kv: StreamedKV) -> None:
+    device = transfer._device
+    assert isinstance(device, HostDevice)
+    first = transfer.moment()
+    gate = threading.Event()
+    if isinstance(device.engine_stream(), ThreadStream):
+        device.engine_stream().do(gate.wait)
+    second = transfer.moment()
+    began = first.result(10)
+    if isinstance(device.engine_stream(), ThreadStream):
+        assert not second.done()
+    gate.set()
+    assert second.result(10) >= began
+
+
+def test_after_close_a_store_ends_with_an_error_and_nobody_waits(layers: list[Any]) -> None:
+    with opened("mapped") as transfer:
+        kv = transfer.register(layers, dims="2bthd", page_tokens=TOKENS)
+        store = transfer.store([Copying(0, kv.view([1]), 0, 1, memoryview(bytearray(kv.page_bytes)))])
+    store.computed(Layer(0, 0))
+    with pytest.raises(ClosedError):
+        store.end().result(10)
+    store.free()
+    store.close()

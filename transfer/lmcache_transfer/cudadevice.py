@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmcache_cuda.device import Device, EngineStream, Event, Memory, Stream
+from lmcache_cuda.errors import DriverError
 from lmcache_cuda.geometry import Payload, Planes, Units, arrange
 from lmcache_cuda.kernels import Kernels
 from lmcache_transfer import device as interface
@@ -103,9 +104,13 @@ class CudaNumbers:
     def __init__(self, device: Device, size: int, unused: list[CudaNumbers]) -> None:
         self._device = device
         self._unused = unused
-        self._memory = CudaMemory(device, 8 * size)
         self._host = np.frombuffer(mmap.mmap(-1, 8 * size), np.int64)  # pages of its own, as whole ones are pinned
-        device.register(self._host.ctypes.data, self._host.nbytes)
+        self._memory = CudaMemory(device, 8 * size)
+        try:
+            device.register(self._host.ctypes.data, self._host.nbytes)
+            self._pinned = True
+        except DriverError:  # copies of it are made by way of the driver's own buffers then
+            self._pinned = False
 
     @property
     def address(self) -> int:
@@ -120,7 +125,8 @@ class CudaNumbers:
 
     def free(self) -> None:
         """Give it back to the system."""
-        self._device.unregister(self._host.ctypes.data)
+        if self._pinned:
+            self._device.unregister(self._host.ctypes.data)
         self._memory.close()
 
 

@@ -144,8 +144,8 @@ class Direction:
 
     def _next(self) -> tuple[Memory, Event, Event]:
         """The buffer whose turn it is, and the events that it is full and that it is empty."""
-        if not self._buffers:
-            self._buffers = [self._device.memory(self._room) for _ in range(2)]
+        while len(self._buffers) < 2:
+            self._buffers.append(self._device.memory(self._room))
         self._turn ^= 1
         return self._buffers[self._turn], self._full[self._turn], self._empty[self._turn]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -79,6 +80,12 @@ class StreamedTransfer:
 
     def pin(self, memory: memoryview) -> None:
         """See `StreamingTransfer`."""
+        # What an earlier call has replaced is in no copy that is still to come.
+        if replaced := self._pinned.replaced():
+            out, into = self.store([]), self.load([])
+            for under_way in (out, into):
+                under_way.close()
+            out.done.add_done_callback(lambda _: into.done.add_done_callback(lambda _: self._pinned.let_go(replaced)))
         self._pinned.pin(_address(memory), memory)
 
     def load(self, copies: Sequence[Copying], order: Sequence[Layer] = ()) -> Load:
@@ -93,6 +100,10 @@ class StreamedTransfer:
     def store(self, copies: Sequence[Copying]) -> Store:
         """See `StreamingTransfer`; raises as `load` does."""
         return self.thread.store(self._jobs(copies, loading=False))
+
+    def moment(self) -> Future[float]:
+        """See `StreamingTransfer`."""
+        return self.thread.moment()
 
     def _jobs(self, copies: Sequence[Copying], *, loading: bool) -> list[tuple[int, Move]]:
         """A move for each request and group, of its parts one behind another."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -161,7 +162,8 @@ class Store:
         except CudaError as error:
             self.failure = error  # the future tells it
             return
-        self._thread.put(lambda: self._thread.outward(self, jobs, event))
+        with contextlib.suppress(ClosedError):  # `end` says so
+            self._thread.put(lambda: self._thread.outward(self, jobs, event))
 
     def end(self) -> Future[None]:
         if self._ended:
@@ -176,7 +178,11 @@ class Store:
                 rest += [(move, range(n, n + 1)) for n in missing]
         if rest:
             self._submit(rest)
-        self._thread.put(lambda: self._thread.end_store(self))
+        try:
+            self._thread.put(lambda: self._thread.end_store(self))
+        except ClosedError as closed:
+            self.submitted(good=False)
+            _tell(self.done, closed)
         return self.done
 
     def submitted(self, *, good: bool) -> None:
@@ -226,6 +232,8 @@ class StreamThread:
         self._threads = [threading.Thread(target=self._run, name="lmcache-streams", daemon=True)]
         for name, endings in zip(("lmcache-stored", "lmcache-loaded"), self._endings, strict=True):
             self._threads.append(threading.Thread(target=self._reap, name=name, args=(endings,), daemon=True))
+        self._moments: queue.SimpleQueue[tuple[Event, Future[float]] | None] = queue.SimpleQueue()
+        self._threads.append(threading.Thread(target=self._watch, name="lmcache-moments", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -246,6 +254,16 @@ class StreamThread:
             load = Load(self.device, jobs, order)
         self.put(lambda: self._load(load))
         return load
+
+    def moment(self) -> Future[float]:
+        """When the device comes to here in what the engine submits."""
+        future: Future[float] = Future()
+        future.set_running_or_notify_cancel()
+        with _translated(), self.device.entered():
+            event = self.device.event()
+            self.device.engine_stream().record(event)
+        self._moments.put((event, future))
+        return future
 
     def store(self, jobs: Jobs) -> Store:
         """Copy from the engine."""
@@ -317,6 +335,17 @@ class StreamThread:
 
     # On the threads that wait
 
+    def _watch(self) -> None:
+        with self.device.entered():
+            while (watched := self._moments.get()) is not None:
+                event, future = watched
+                try:
+                    event.synchronize()
+                    event.close()
+                    future.set_result(time.perf_counter())
+                except Exception as error:  # noqa: BLE001  whatever it is, nobody may wait for ever
+                    future.set_exception(error)
+
     def _reap(self, endings: queue.SimpleQueue[_Ending | None]) -> None:
         with self.device.entered():
             while (ending := endings.get()) is not None:
@@ -343,6 +372,7 @@ class StreamThread:
         self._threads[0].join()
         for endings in self._endings:
             endings.put(None)
+        self._moments.put(None)
         for thread in self._threads[1:]:
             thread.join()
         with self.device.entered():

@@ -466,7 +466,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             return
         self._awaited.update(job.request for job in step.loads if not job.now)
         try:
-            worker.start(step, busy=forward_context.attn_metadata is not None)
+            worker.start(step, busy=step.computes)
         except Exception as error:  # noqa: BLE001  no fault of ours may reach the engine
             self._fault("start_load_kv", error)
             worker.give_up(step)

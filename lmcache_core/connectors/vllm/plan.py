@@ -61,6 +61,8 @@ class Step:
     saves: list[Save] = field(default_factory=list)
     known: bool = True
     """The scheduler's side has the workers' facts."""
+    computes: bool = False
+    """The engine computes something in this step."""
     prefill_tokens: int = 0
     """Of prompts, that the step computes."""
     context_tokens: int = 0

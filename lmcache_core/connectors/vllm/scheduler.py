@@ -103,6 +103,7 @@ class SchedulerSide:
         """Blocks that hold nonsense and that the engine may still take for what they should have been."""
         self._loaded: Counter[str] = Counter()
         self._timings: defaultdict[str, list[Timing]] = defaultdict(list)
+        self._late: defaultdict[str, list[Timing]] = defaultdict(list)
         """Of loads that have not ended on all ranks."""
         self._weighing = Weighing(client, options, self.counts, page_tokens, clock)
         self._in_flight = 0
@@ -226,7 +227,7 @@ class SchedulerSide:
     ) -> Step:
         """What the workers shall do in a step that computes so many tokens of these requests. Without `save` nothing is
         stored behind it; what it completes is stored behind a later one."""
-        step = Step(self.page_tokens, known=self._facts is not None)
+        step = Step(self.page_tokens, known=self._facts is not None, computes=bool(scheduled))
         if scheduled:
             self._may_wait = self._may_wait and not self._in_flight  # whatever was said: this engine plans ahead
             self._in_flight += 1
@@ -257,8 +258,8 @@ class SchedulerSide:
             self._register()
         for timing in report.timings:
             self._timings[timing.request].append(timing)
-        for timing in report.late[:1]:  # all ranks say much the same
-            self._weighing.learn(timing, {})
+        for timing in report.late:
+            self._copied(timing)
         for tokens, context, seconds in report.computed:
             self._weighing.rates.computed(tokens, context, seconds)
         for number, ranks in report.saved.items():
@@ -274,6 +275,14 @@ class SchedulerSide:
             self._loaded[request_id] += ranks
             if self._loaded[request_id] >= self._ranks:
                 self._ended(request_id)
+
+    def _copied(self, timing: Timing) -> None:
+        """Copies of a rank have ended, of a load that had ended for the engine before."""
+        ranks = self._late[timing.request]
+        ranks.append(timing)
+        if len(ranks) >= self._ranks:
+            self._weighing.learn(dataclasses.replace(timing, seconds=max(each.seconds for each in ranks)), {})
+            del self._late[timing.request]
 
     def end(self, request_id: str) -> None:
         """The engine is done with a request."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -23,7 +24,32 @@ from lmcache_core.connectors.vllm.plan import Load, Save, Timing
 from lmcache_core.errors import LMCacheError
 from lmcache_core.streaming import Copying, Layer, LayerLoad, LayerStore, StreamingTransfer
 
-__all__ = ["StepLoad", "StepStore", "StreamedLoading"]
+__all__ = ["CopyQueue", "StepLoad", "StepStore", "StreamedLoading"]
+
+
+class CopyQueue:
+    """Copies to the engine that are under way, in their order. Loads beside the steps hand over no more while there is
+    much, so that what a step needs does not come after all of it."""
+
+    MOST = 64 << 20
+    """Bytes."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[LayerLoad, int]] = deque()
+
+    def add(self, load: LayerLoad, nbytes: int) -> None:
+        """So much is being copied."""
+        self._under_way.append((load, nbytes))
+
+    def full(self) -> Future[bool] | None:
+        """When there is room, if there is none now."""
+        while self._under_way and self._under_way[0][0].done.done():
+            self._under_way.popleft()
+        if sum(nbytes for _, nbytes in self._under_way) < self.MOST:
+            return None
+        room: Future[bool] = Future()
+        self._under_way[0][0].done.add_done_callback(lambda _: room.set_result(True))
+        return room
 
 
 class _Handover:
@@ -31,7 +57,14 @@ class _Handover:
     given back when they have been."""
 
     def __init__(
-        self, client: Client, held: Held, view: RequestView, streams: StreamingTransfer, *, together: bool
+        self,
+        client: Client,
+        held: Held,
+        view: RequestView,
+        streams: StreamingTransfer,
+        queue: CopyQueue,
+        *,
+        together: bool,
     ) -> None:
         self.copies: list[Copying] = []
         """Not under way yet."""
@@ -40,11 +73,14 @@ class _Handover:
         self._held = held
         self._view = view
         self._streams = streams
+        self._queue = queue
         self._together = together
         self._parts = 0
         self._nbytes = 0
 
     def grant(self, held: Held, start: int, ahead: int) -> list[Grant]:
+        if not self._together and (wait := self._queue.full()) is not None:
+            return [Grant(None, "", wait)]
         return self._client.grant(held, start, ahead)
 
     def count(self, name: str, label: str, amount: float = 1) -> None:
@@ -66,6 +102,7 @@ class _Handover:
         self._parts = self._nbytes = 0
         self.copies = []
         self.loads.append(load)
+        self._queue.add(load, nbytes)
 
         def ended(done: Future[None]) -> None:
             with contextlib.suppress(LMCacheError):  # the node is gone, and with it whom this is for
@@ -82,6 +119,7 @@ class StreamedLoading(Loading):
     when all of it is in slots; what there is to copy is then for `StepLoad`.
 
     Args:
+        queue: Of all loads of this rank.
         late: Told of the timing of one whose copies went on after it had ended for the engine.
     """
 
@@ -95,10 +133,12 @@ class StreamedLoading(Loading):
         *,
         counts: bool,
         layerwise: bool,
+        queue: CopyQueue,
         late: Callable[[Timing], object],
     ) -> None:
         super().__init__(job, client, kv, warn, clock, counts=counts)
         self._layerwise = layerwise and job.now
+        self._queue = queue
         self._late = late
         self._handover: _Handover | None = None
         self._open: tuple[Client, Held] | None = None
@@ -136,7 +176,7 @@ class StreamedLoading(Loading):
         assert kv.streams is not None
         job = self.job
         view = kv.view(job.first_page, job.blocks, job.skip_tokens)
-        self._handover = handover = _Handover(client, held, view, kv.streams, together=self._layerwise)
+        self._handover = handover = _Handover(client, held, view, kv.streams, self._queue, together=self._layerwise)
         ended = False
         try:
             loaded = yield from operations.load(handover, held, handover, job.first_page)
@@ -150,10 +190,11 @@ class StreamedLoading(Loading):
                     load.settle()
                 load.close()
         failed = [load.done.exception() for load in handover.loads if load.done.done()]
+        if ended and not any(failed):
+            return loaded
         if any(failed):
             self._warn("load", f"KV of a request could not be loaded: {next(filter(None, failed))}")
-            return operations.Loaded(min(job.first_page, loaded.pages), {}, 0, broken=True)
-        return loaded
+        return operations.Loaded(min(job.first_page, loaded.pages), {}, 0, broken=True)
 
     def _release(self, client: Client, held: Held) -> None:
         handover = self._handover
@@ -182,13 +223,20 @@ class StepLoad:
 
     def __init__(self, streams: StreamingTransfer, order: Sequence[Layer], loadings: Sequence[StreamedLoading]) -> None:
         self.loadings = loadings
+        self._left = set(order)
         self._load = load = streams.load([copying for each in loadings for copying in each.copies], order)
         for each in loadings:
             each.under_way(load)
 
     def wait(self, layer: Layer) -> bool:
         """Have the engine wait for a layer. False if it is not there."""
+        self._left.discard(layer)
         return self._load.wait(layer)
+
+    @property
+    def waited(self) -> bool:
+        """Whether the engine has waited for all layers."""
+        return not self._left
 
     def settle(self) -> None:
         """Have the engine wait for all that it has not waited for."""
@@ -280,8 +328,10 @@ class StepStore:
         failure = done.exception()
         if failure is not None:
             self._warn("save", f"KV of a request could not be stored: {failure}")
-        self._give_back(filled=failure is None and not self._worthless)
-        self._finished.set()
+        try:
+            self._give_back(filled=failure is None and not self._worthless)
+        finally:
+            self._finished.set()
 
     def _give_back(self, *, filled: bool) -> None:
         for job, storing, rooms in self._storing:

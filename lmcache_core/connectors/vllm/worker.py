@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from lmcache_core.client import Client
 from lmcache_core.connectors.vllm.enginekv import EngineKV, Geometry
 from lmcache_core.connectors.vllm.loading import Loading
 from lmcache_core.connectors.vllm.options import Options
 from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step, Timing
-from lmcache_core.connectors.vllm.streaming import StepLoad, StepStore, StreamedLoading
+from lmcache_core.connectors.vllm.streaming import CopyQueue, StepLoad, StepStore, StreamedLoading
 from lmcache_core.errors import LMCacheError
 
 __all__ = ["WorkerSide"]
@@ -66,6 +67,9 @@ class WorkerSide:
         """Seconds of the step that went to loads."""
         self._spoilt = False
         """A load of this step has failed, and so its forward pass computes nonsense."""
+        self._queue = CopyQueue()
+        self._hooks = True
+        """The engine tells when it comes to a layer."""
         self._step_load: StepLoad | None = None
         """What the engine waits for layer by layer in this step."""
         self._storing: StepStore | None = None
@@ -76,6 +80,9 @@ class WorkerSide:
         self._worthless: set[int] = set()
         """Of stores that are made on streams: those that have ended, and those that come to nothing."""
         self._late: deque[Timing] = deque()
+        self._computed: deque[tuple[int, int, float]] = deque()
+        self._moment: Future[float] | None = None
+        """When the device comes to this step."""
 
     def register(self, groups: Sequence[Geometry], device: str, *, backend: str, isa: str) -> None:
         """Learn where the engine's KV lies.
@@ -99,8 +106,10 @@ class WorkerSide:
         self._began, self._ours = self._clock(), 0.0
         self._spoilt = False
         self._let_go()
-        if self._kv is not None:
-            self._kv.cut(step.page_tokens)
+        kv = self._kv
+        if kv is not None:
+            kv.cut(step.page_tokens)
+        self._moment = kv.streams.moment() if kv is not None and kv.streams and step.prefill_tokens else None
         self._begin_store(step)
 
     def start(self, step: Step, *, busy: bool) -> None:
@@ -112,12 +121,29 @@ class WorkerSide:
             self._ours += self._clock() - started
 
     def computed(self, step: Step) -> None:
-        """The forward pass of a step has ended."""
+        """The forward pass of a step has ended, or has been submitted to the device."""
         client = self._find_client()
-        if self._began and step.prefill_tokens and client is not None and not client.shard and self._writes:
+        tells = self._began and step.prefill_tokens and client is not None and not client.shard and self._writes
+        if tells and self._moment is not None:
+            if self._step_load is None:  # else it has waited, too
+                self._tell_computed(step, self._moment)
+        elif tells:
             seconds = self._clock() - self._began - self._ours
             self._report.computed.append((step.prefill_tokens, step.context_tokens, seconds))
         self._began = 0.0
+        self._moment = None
+
+    def _tell_computed(self, step: Step, began: Future[float]) -> None:
+        """By the device's time."""
+        assert self._kv is not None
+        assert self._kv.streams is not None
+        tokens, context = step.prefill_tokens, step.context_tokens
+
+        def ended(moment: Future[float]) -> None:
+            if moment.exception() is None and began.exception() is None:
+                self._computed.append((tokens, context, moment.result() - began.result()))
+
+        self._kv.streams.moment().add_done_callback(ended)  # they come in their order
 
     def _start(self, step: Step, *, busy: bool) -> None:
         self._told = step.known
@@ -151,6 +177,7 @@ class WorkerSide:
                 self._clock,
                 counts=counts,
                 layerwise=self._layerwise,
+                queue=self._queue,
                 late=self._late.append,
             )
         return Loading(job, client, self._kv, self._warn, self._clock, counts=counts)
@@ -210,6 +237,8 @@ class WorkerSide:
         assert self._kv.streams is not None
         try:
             self._step_load = StepLoad(self._kv.streams, self._kv.order, loadings)
+            if not self._hooks:
+                self._settle()
         except LMCacheError as error:
             self._warn("load", f"KV of a request could not be loaded: {error}")
             self._lose(loadings)
@@ -269,8 +298,23 @@ class WorkerSide:
             self._reading.append(self._storing)
             self._storing = None
 
+    def _check_hooks(self, step: Step) -> None:
+        """A forward pass must have waited for what it needed."""
+        load = self._step_load
+        if load is None or load.waited or not step.computes:
+            return
+        self._hooks = False
+        self._settle()
+        self._lose(load.loadings)
+        self._warn(
+            "layers",
+            "the engine has computed a step without telling when it comes to a layer, as from a CUDA graph of all "
+            "layers: what was loaded for it is computed again, and from now on it waits for all layers at once",
+        )
+
     def save(self, step: Step) -> None:
         """Store what the forward pass of a step has completed."""
+        self._check_hooks(step)
         self._settle()
         if self._kv is not None and self._kv.streams is not None:
             if self._spoilt:
@@ -331,6 +375,8 @@ class WorkerSide:
                 self._report.unsaved.add(number)
         while self._late:
             self._report.late.append(self._late.popleft())
+        while self._computed:
+            self._report.computed.append(self._computed.popleft())
         report, self._report = self._report, Report()
         if not self._told and self._kv is not None:
             report.facts = self._kv.facts

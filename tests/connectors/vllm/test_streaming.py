@@ -13,7 +13,7 @@ from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
 from lmcache_core.connectors.vllm.plan import Load, Step
-from lmcache_core.connectors.vllm.streaming import StepStore, StreamedLoading
+from lmcache_core.connectors.vllm.streaming import StepLoad, StepStore, StreamedLoading
 from lmcache_core.connectors.vllm.worker import WorkerSide
 from lmcache_core.direct import DirectClient
 from lmcache_core.streaming import Copying, Layer, LayerLoad
@@ -149,11 +149,32 @@ def test_requests_of_one_step_are_loaded_together(beside: None, monkeypatch: pyt
         world.at_rest()
 
 
+@pytest.mark.parametrize("beside", [True], ids=["layer by layer"], indirect=True)
+def test_an_engine_that_does_not_tell_when_it_comes_to_a_layer(beside: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was loaded for such a step is computed again, once; then the engine waits for all layers at once."""
+    monkeypatch.setattr(WorkerSide, "wait_layer", lambda self, name: None)
+    with open_world(budget=1000, blocks=200) as world:
+        world.generate("a", prompt("abcd12"))
+        for name, loaded in (("b", 0), ("c", 64)):
+            world.forget()
+            world.engine.tolerant = True  # the step was computed with what was not there yet
+            assert world.engine.generate(name, prompt("abcd34")) == loaded
+            world.engine.tolerant = False
+            world.settle()
+        assert world.engine.done["c"] == world.engine.expected(prompt("abcd34"), 1)
+        assert [line.split(":")[0] for line in world.warnings] == ["layers"]
+        world.at_rest()
+
+
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def nobody_waits_for_layers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WorkerSide, "wait_layer", lambda self, name: None)
+    def wait(self: StepLoad, layer: Layer) -> bool:
+        self._left.discard(layer)
+        return True
+
+    patch.setattr(StepLoad, "wait", wait)
 
 
 def what_is_stored_is_shown_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
