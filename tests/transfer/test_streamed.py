@@ -298,6 +298,7 @@ class TestPinned:
         def unpin(self, address: int) -> None:
             self.pinned = [each for each in self.pinned if each[0] != address]
 
+    @settings(deadline=None)
     @given(start=st.integers(0, 999), nbytes=st.integers(1, 1000), host_is_target=st.booleans())
     def test_no_copy_crosses_a_piece(self, start: int, nbytes: int, host_is_target: bool) -> None:
         device = self.Device()
