@@ -68,7 +68,10 @@ def activate() -> None:
     """Called by SGLang's plugin system in each of its processes, or by a test."""
     from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-    from sglang.srt.mem_cache.pool_host import common, mha, mla
+    from sglang.srt.mem_cache.pool_host import base, common, mha, mla
+
+    # SGLang leaves 10 GiB of a machine's memory to others, which are tests of vLLM here; pools of tests take some MiB.
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
 
     def allocate(
         dims: Any, dtype: Any, device: Any, pin_memory: bool, allocator: Any, registration_granularity_bytes: Any = None
