@@ -19,6 +19,7 @@ from lmcache_core.plugins import load_transfer
 from lmcache_core.protocols import KVView, RegisteredKV, Transfer
 from lmcache_core.streaming import Copying, Layer, StreamingTransfer
 from lmcache_cuda.errors import DriverError
+from lmcache_transfer import pipeline
 from lmcache_transfer.device import Piece
 from lmcache_transfer.hostdevice import HostDevice, HostStream, ThreadStream
 from lmcache_transfer.paged import Layout
@@ -236,6 +237,32 @@ def test_a_device_that_fails_ends_everything(layers: list[Any], there: int) -> N
         assert all(waited)
     left[0] = 10_000
     load.close()
+    transfer.close()
+
+
+def test_no_more_is_submitted_than_a_driver_takes(layers: list[Any]) -> None:
+    """With the device at a standstill, in either direction; then all of it is done."""
+    gate = threading.Event()
+    device = HostDevice(gate.wait, mapped=False)
+    transfer = StreamedTransfer(device, StreamOptions())
+    kv = transfer.register(layers, dims="2bthd", page_tokens=TOKENS)
+    transfer.thread.out._room = transfer.thread.into._room = kv.page_layer_bytes
+    whole = memoryview(bytearray(BLOCKS * kv.page_bytes))
+    page = kv.page_bytes
+    view = kv.view(range(BLOCKS))
+    copies = [Copying(0, view, n, 1, whole[n * page : (n + 1) * page]) for n in range(BLOCKS)]
+    order = [Layer(0, n) for n in range(LAYERS)]
+    loads = [transfer.load(copies, order) for _ in range(20)]
+    began = threading.Event()
+    transfer.thread.put(began.set)
+    assert not began.wait(0.2), "the thread has submitted everything"
+    into = transfer.thread.into
+    queued = [stream._work.qsize() for stream in (into.kernel, into.dma) if isinstance(stream, ThreadStream)]
+    assert 2 * pipeline.MOST_UNDER_WAY < sum(queued) < 500
+    gate.set()
+    for load in loads:
+        load.done.result(30)
+        load.close()
     transfer.close()
 
 

@@ -10,6 +10,7 @@ Everything here submits work and returns. Whoever calls is on the one thread tha
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +24,9 @@ from lmcache_transfer.layout import Plane
 from lmcache_transfer.paged import PagedLayout
 
 __all__ = ["Inward", "Move", "Outward", "Part"]
+
+MOST_UNDER_WAY = 32
+"""Turns of a direction, each of some ten operations. A driver takes about a thousand."""
 
 Split = Callable[[Sequence[Piece]], Sequence[Piece]]
 """Cuts pieces where memory of the host was pinned in parts."""
@@ -141,6 +145,7 @@ class Direction:
         self._empty = [device.event() for _ in range(2)]
         self._turn = 0
         self._joined = device.event()
+        self._under_way: deque[Event] = deque()
 
     def _next(self) -> tuple[Memory, Event, Event]:
         """The buffer whose turn it is, and the events that it is full and that it is empty."""
@@ -148,6 +153,18 @@ class Direction:
             self._buffers.append(self._device.memory(self._room))
         self._turn ^= 1
         return self._buffers[self._turn], self._full[self._turn], self._empty[self._turn]
+
+    def _bound(self, last: Stream) -> None:
+        """Submit no more than is of use. A driver whose queue is full has its callers wait, and with them all of the
+        process, as calls of microseconds keep the GIL; so rather this thread waits, for what was submitted long ago."""
+        event = self._device.event()
+        last.record(event)
+        self._under_way.append(event)
+        if len(self._under_way) > MOST_UNDER_WAY:
+            oldest = self._under_way.popleft()
+            if not oldest.query():
+                oldest.synchronize()
+            oldest.close()
 
     def _way(self, move: Move) -> str:
         runs = {plane.shape.run for layer in move.layout.planes for plane in layer if not plane.shape.outer}
@@ -165,7 +182,7 @@ class Direction:
 
     def close(self) -> None:
         """Nothing is under way any more."""
-        closing: list[Stream | Memory | Event] = [self.kernel, self.dma, *self._buffers]
+        closing: list[Stream | Memory | Event] = [self.kernel, self.dma, *self._buffers, *self._under_way]
         for each in (*closing, *self._full, *self._empty, self._joined):
             each.close()
 
@@ -183,6 +200,7 @@ class Outward(Direction):
             self._direct = True
             self.dma.wait(computed)
             self.dma.copy_all(self._split([Piece(here, there, size) for there, here, size in move.runs(layers)]))
+            self._bound(self.dma)
             return
         self.kernel.wait(computed)
         move.send(self._device, self.kernel)
@@ -191,6 +209,7 @@ class Outward(Direction):
                 at = part.address + layers.start * move.layout.page_layer_bytes
                 numbers = move.numbers_from(first)
                 move.kernels.gather(layers, numbers, part.pages, at, move.layout.page_bytes, self.kernel)
+                self._bound(self.kernel)
             return
         stride = len(layers) * move.layout.page_layer_bytes
         for pages in move.rounds(layers, self._room):
@@ -203,6 +222,7 @@ class Outward(Direction):
             pieces = [Piece(here, there, size) for there, here, size in move.slices(layers, pages, buffer.address)]
             self.dma.copy_all(self._split(pieces))
             self.dma.record(empty)
+            self._bound(self.dma)
 
     def read(self, event: Event) -> None:
         """Record when the engine's memory has been read, so that it may be overwritten."""
@@ -228,6 +248,7 @@ class Inward(Direction):
         if way == "direct":
             self.dma.wait(start)
             self.dma.copy_all(self._split([Piece(there, here, size) for there, here, size in move.runs(layers)]))
+            self._bound(self.dma)
             return
         move.send(self._device, self.kernel)
         if way == "mapped":
@@ -236,6 +257,7 @@ class Inward(Direction):
                 at = part.address + layers.start * move.layout.page_layer_bytes
                 numbers = move.numbers_from(first)
                 move.kernels.scatter(layers, numbers, part.pages, at, move.layout.page_bytes, self.kernel)
+                self._bound(self.kernel)
             return
         stride = len(layers) * move.layout.page_layer_bytes
         for pages in move.rounds(layers, self._room):
@@ -249,6 +271,7 @@ class Inward(Direction):
             numbers = move.numbers_from(pages.start)
             move.kernels.scatter(layers, numbers, len(pages), buffer.address, stride, self.kernel)
             self.kernel.record(empty)
+            self._bound(self.kernel)
 
     def end(self, event: Event) -> None:
         """Record when all that was submitted has ended."""
