@@ -125,6 +125,28 @@ def test_slots_stay_until_the_device_has_done_with_them(beside: None, gate: thre
             worker._settle()
 
 
+def test_a_load_that_took_too_long_ends_when_nothing_is_written_any_more(beside: None, gate: threading.Event) -> None:
+    """Its blocks are somebody else's then. It counts as failed, whatever has come of it."""
+    with open_world() as world:
+        world.generate("a", prompt("abcd12"))
+        client, (worker,) = DirectClient(world.node), world.workers
+        model = world.scheduler._model
+        assert model is not None
+        held = client.hold(model, world.keys(prompt("abcd")))
+        job = Load("x", client.share(held), 0, 4, 0, (tuple(range(1, 17)),), False, 0.01)
+        loading = worker._loading(job)
+        gate.clear()
+        running = threading.Thread(target=loading.run, args=(None,))
+        running.start()
+        running.join(0.1)
+        assert running.is_alive(), "it has ended while its copies had not"
+        gate.set()
+        running.join(10)
+        assert (loading.done, loading.failed, loading.pages) == (True, True, 0)
+        client.release(held)
+        world.at_rest()
+
+
 @pytest.mark.parametrize("beside", [True], ids=["layer by layer"], indirect=True)
 def test_requests_of_one_step_are_loaded_together(beside: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of all of them before the next: the engine comes to the first layer of all of them first."""
