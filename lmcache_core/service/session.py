@@ -1,14 +1,18 @@
 """One client of a node's socket: its requests, carried out on a thread of its own, and all that it holds.
 
 Leases, stores and pins belong to the session and end with it, at whatever instruction the client died: the kernel
-closes its socket when none of its threads can write to the pool any more. Only pins that it asks the node to keep stay.
+closes its socket when none of its threads can write to the pool any more. A GPU that copies for it can, until its
+driver has let go of it, which is before the process has ended; so what it held is kept until then. Only pins that it
+asks the node to keep stay.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
+import select
 import socket
 import struct
 import threading
@@ -39,8 +43,38 @@ CLIENTS_COUNT = ("retrieved_tokens", "stored_tokens", "present_tokens", "copied_
 LABEL = re.compile(r"[A-Za-z0-9._ -]{1,64}")
 SEND_TIMEOUT = 5.0
 """Seconds after which a client that doesn't take its answers is sent away."""
+EXIT_TIMEOUT = 10.0
+"""Seconds that a client which ends may take to."""
+_PF_EXITING = 4
+"""In the flags of a process: see proc_pid_stat(5) and the kernel's sched.h."""
 HELLO_TIMEOUT = 5.0
 """Seconds in which a client must have said who it is."""
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether a process is ending, or has ended and its parent has not looked yet."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return bool(int(fields[6]) & _PF_EXITING)
+    except (OSError, ValueError, IndexError):
+        return False  # it has ended, or is in a container that this process does not see into
+
+
+def wait_for_exit(pid: int, seconds: float) -> None:
+    """Wait for a process that is ending, at most so long. One that lives is not waited for."""
+    if pid < 1 or not is_exiting(pid):
+        return
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return  # it has ended
+    try:
+        waiting = select.poll()
+        waiting.register(descriptor, select.POLLIN)
+        waiting.poll(seconds * 1000)
+    finally:
+        os.close(descriptor)
 
 
 class Session:
@@ -203,6 +237,8 @@ class Session:
 
     def end(self) -> None:
         """Give back all that the client has. Called once `run` does nothing any more."""
+        if self._holds or self._stores:
+            wait_for_exit(self.pid, EXIT_TIMEOUT)
         with contextlib.suppress(ClosedError):
             for held in self._holds.values():
                 self._client.release(held)

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -20,7 +22,7 @@ import pytest
 
 from lmcache_core import ConfigError
 from lmcache_core.errors import BackendError, UsageError
-from lmcache_core.service import wire
+from lmcache_core.service import session, wire
 from lmcache_core.service.address import Listener, socket_path
 from lmcache_core.service.link import Link, LinkDown
 from lmcache_core.wrappers import Slow
@@ -84,6 +86,33 @@ def test_what_a_client_held_ends_with_it(tmp_path: Path) -> None:
         assert store(cache, "ijklmnop")
         at_rest(cache)
         cache.close()
+
+
+def test_what_a_client_held_is_kept_until_its_process_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU may still copy for a process whose sockets are closed already."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert not session.is_exiting(child.pid)
+    session.wait_for_exit(child.pid, 1e6)  # one that lives is not waited for
+    monkeypatch.setattr(session, "is_exiting", lambda pid: True)
+    ended = threading.Event()
+
+    def wait() -> None:
+        session.wait_for_exit(child.pid, 60)
+        ended.set()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert not ended.wait(0.1)
+    child.kill()
+    assert ended.wait(10)
+    waiting.join()
+    monkeypatch.undo()
+    assert session.is_exiting(child.pid)  # nobody has looked yet
+    session.wait_for_exit(child.pid, 1e6)
+    child.communicate()
+    assert not session.is_exiting(child.pid)
+    session.wait_for_exit(child.pid, 1e6)
+    session.wait_for_exit(0, 1e6)
 
 
 def test_a_frozen_client_and_one_that_takes_no_answers_hold_up_nobody(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from numpy.typing import NDArray
 
-from lmcache_transfer.hostdevice import HostDevice, HostEvent, HostMemory, HostNumbers, HostStream
+from lmcache_transfer.hostdevice import HostDevice, HostEvent, HostMemory, HostNumbers, HostStream, ThreadStream
 from lmcache_transfer.streams import _Latch
 
 __all__ = ["Site", "Waits", "jittered"]
@@ -39,12 +39,23 @@ def jittered(seed: int, **options: Any) -> KeepingDevice:
     return KeepingDevice(pause, **options)
 
 
+class JitterStream(ThreadStream):
+    """It is slow to be told, too: what was told in the wrong order is seen."""
+
+    def record(self, event: Any) -> None:
+        self._pause()
+        super().record(event)
+
+
 class KeepingDevice(HostDevice):
     """Frees nothing: what is used too late is read and written where others can see it, and no memory breaks."""
 
     def __init__(self, threaded: Callable[[], object], **options: Any) -> None:
         self.kept: list[NDArray[Any]] = []
         super().__init__(threaded, **options)
+
+    def stream(self) -> HostStream:
+        return HostStream() if self._threaded is None else JitterStream(self._threaded)
 
     def memory(self, nbytes: int) -> HostMemory:
         memory = HostMemory(nbytes)

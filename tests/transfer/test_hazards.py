@@ -19,8 +19,10 @@ import pytest
 from numpy.typing import NDArray
 
 from lmcache_core.streaming import Copying, Layer
+from lmcache_transfer.device import Event
 from lmcache_transfer.hostdevice import HostDevice
 from lmcache_transfer.streamed import StreamedKV, StreamedTransfer, StreamOptions
+from lmcache_transfer.streams import Load, Store, StreamThread
 from tests.transfer.jitter import Site, Waits, jittered
 
 LAYERS, BLOCKS, TOKENS, WIDTH = 4, 12, 4, 64
@@ -158,6 +160,59 @@ def test_with_all_waits_no_seed_goes_wrong(way: str) -> None:
     with ThreadPoolExecutor(8) as several:  # mostly they pause
         found = several.map(lambda seed: (seed, goes_wrong(seed, way)), range(200))
         assert {seed: wrong for seed, wrong in found if wrong} == {}
+
+
+def a_layer_is_told_before_its_event_is_recorded(patch: pytest.MonkeyPatch) -> None:
+    def submitted(self: Load, layer: Layer, record: Callable[[Event], None]) -> None:
+        event, latch = self._events[layer]
+        latch.open(good=True)
+        record(event)
+
+    patch.setattr(Load, "submitted", submitted)
+
+
+def the_end_of_a_load_is_told_before_its_event_is_recorded(patch: pytest.MonkeyPatch) -> None:
+    def ended(self: Load, record: Callable[[Event], None]) -> None:
+        self._latch.open(good=True)
+        record(self._all)
+
+    patch.setattr(Load, "ended", ended)
+
+
+def that_blocks_are_read_is_told_before_its_event_is_recorded(patch: pytest.MonkeyPatch) -> None:
+    end_store = StreamThread.end_store
+
+    def told(self: StreamThread, store: Store) -> None:
+        store.submitted(good=True)
+        end_store(self, store)
+
+    patch.setattr(StreamThread, "end_store", told)
+
+
+def a_layer_is_handed_over_before_its_event_is_recorded(patch: pytest.MonkeyPatch) -> None:
+    def submit(self: Store, jobs: Any) -> None:
+        event = self._device.event()
+        self._events.append(event)
+        self._thread.put(lambda: self._thread.outward(self, jobs, event))
+        self._device.engine_stream().record(event)
+
+    patch.setattr(Store, "_submit", submit)
+
+
+ORDERS = [
+    a_layer_is_told_before_its_event_is_recorded,
+    the_end_of_a_load_is_told_before_its_event_is_recorded,
+    that_blocks_are_read_is_told_before_its_event_is_recorded,
+    a_layer_is_handed_over_before_its_event_is_recorded,
+]
+
+
+@pytest.mark.parametrize("plant", ORDERS, ids=lambda plant: plant.__name__)
+def test_in_the_wrong_order_something_goes_wrong(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert any(goes_wrong(seed, way) for seed in range(20) for way in WAYS)
 
 
 def sites() -> dict[Site, list[str]]:

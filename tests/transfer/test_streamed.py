@@ -192,13 +192,8 @@ def test_what_does_not_fit_is_refused(transfer: StreamedTransfer, kv: StreamedKV
 
 
 def test_a_page_that_staging_cannot_hold_is_an_error_that_says_so(layers: list[Any]) -> None:
-    with opened("staged", staging=100) as transfer:
-        kv = transfer.register(layers, dims="2bthd", page_tokens=TOKENS)
-        load = transfer.load([Copying(0, kv.view([1]), 0, 1, memoryview(bytes(kv.page_bytes)))], [Layer(0, 0)])
-        assert not load.wait(Layer(0, 0))
-        with pytest.raises(LayoutError, match="make `staging` larger"):
-            load.done.result(10)
-        load.close()
+    with opened("staged", staging=100) as transfer, pytest.raises(LayoutError, match="make `staging` larger"):
+        transfer.register(layers, dims="2bthd", page_tokens=TOKENS)
 
 
 class Broken(HostStream):

@@ -23,7 +23,7 @@ from lmcache_transfer.device import Device, Event, Kernels, Memory, Numbers, Pie
 from lmcache_transfer.layout import Plane
 from lmcache_transfer.paged import PagedLayout
 
-__all__ = ["Inward", "Move", "Outward", "Part"]
+__all__ = ["Inward", "Move", "Outward", "Part", "way_of"]
 
 MOST_UNDER_WAY = 32
 """Turns of a direction, each of some ten operations. A driver takes about a thousand."""
@@ -131,6 +131,15 @@ def _joined(plane: Plane, units: NDArray[np.int64], pages: NDArray[np.int64]) ->
         yield from zip(there[starts].tolist(), here[starts].tolist(), lengths.tolist(), strict=True)
 
 
+def way_of(device: Device, layout: PagedLayout) -> str:
+    """How pages are copied: `direct` as they lie, by a kernel and a buffer (`staged`), or by a kernel alone
+    (`mapped`)."""
+    planes = [plane.shape for layer in layout.planes for plane in layer]
+    if device.direct and all(not shape.outer and shape.run >= device.direct for shape in planes):
+        return "direct"
+    return "mapped" if device.mapped else "staged"
+
+
 class Direction:
     """Both streams of one direction, and its two staging buffers."""
 
@@ -166,17 +175,10 @@ class Direction:
                 oldest.synchronize()
             oldest.close()
 
-    def _way(self, move: Move) -> str:
-        runs = {plane.shape.run for layer in move.layout.planes for plane in layer if not plane.shape.outer}
-        whole = all(not plane.shape.outer for layer in move.layout.planes for plane in layer)
-        if self._device.direct and whole and min(runs) >= self._device.direct:
-            return "direct"
-        return "mapped" if self._device.mapped else "staged"
-
     def whole(self, move: Move) -> list[range]:
         """How to take the layers of a move: all together, where a page of them fits a staging buffer."""
         layers = range(move.layout.layers)
-        if self._way(move) != "staged" or move.layout.page_bytes <= self._room:
+        if way_of(self._device, move.layout) != "staged" or move.layout.page_bytes <= self._room:
             return [layers]
         return [range(layer, layer + 1) for layer in layers]
 
@@ -195,7 +197,7 @@ class Outward(Direction):
 
     def submit(self, move: Move, layers: range, computed: Event) -> None:
         """Copy some layers of pages, once the engine has computed them."""
-        way = self._way(move)
+        way = way_of(self._device, move.layout)
         if way == "direct":
             self._direct = True
             self.dma.wait(computed)
@@ -244,7 +246,7 @@ class Inward(Direction):
 
     def submit(self, move: Move, layers: range, start: Event) -> None:
         """Copy some layers of pages, once the engine has done what it does to these pages."""
-        way = self._way(move)
+        way = way_of(self._device, move.layout)
         if way == "direct":
             self.dma.wait(start)
             self.dma.copy_all(self._split([Piece(there, here, size) for there, here, size in move.runs(layers)]))

@@ -17,7 +17,7 @@ from lmcache_transfer.device import Device, Kernels
 from lmcache_transfer.paged import Layer as LayerTensors
 from lmcache_transfer.paged import Layout, PagedLayout
 from lmcache_transfer.pinned import PinnedMemory
-from lmcache_transfer.pipeline import Move, Part
+from lmcache_transfer.pipeline import Move, Part, way_of
 from lmcache_transfer.streams import Load, Store, StreamThread
 
 __all__ = ["StreamOptions", "StreamedKV", "StreamedTransfer", "StreamedView"]
@@ -52,6 +52,7 @@ class StreamedTransfer:
         self._pinned = PinnedMemory(device)
         self._kernels: list[Kernels] = []
         self._closed = False
+        self._staging = options.staging
         self.thread = StreamThread(device, staging=options.staging, split=self._pinned.split)
 
     def register(
@@ -73,6 +74,11 @@ class StreamedTransfer:
             layout=layout,
             device=self._device.kind,
         )
+        if way_of(self._device, kv) == "staged" and kv.page_layer_bytes > self._staging:
+            raise LayoutError(
+                f"a page of {page_tokens} tokens takes {kv.page_layer_bytes} bytes of a layer, a staging buffer has "
+                f"{self._staging}; make `staging` larger"
+            )
         with self._device.entered():
             kv.kernels = self._device.kernels(kv)
         self._kernels.append(kv.kernels)

@@ -74,8 +74,6 @@ class WorkerSide:
         """What the engine waits for layer by layer in this step."""
         self._storing: StepStore | None = None
         """What this step completes."""
-        self._reading: list[StepStore] = []
-        """What is maybe still being read out of the engine's blocks."""
         self._stored: deque[int] = deque()
         self._worthless: set[int] = set()
         """Of stores that are made on streams: those that have ended, and those that come to nothing."""
@@ -258,15 +256,9 @@ class WorkerSide:
                 self._storing.computed(layer)
 
     def _let_go(self) -> None:
-        """Before the engine does anything else to its blocks: what a step reads and writes of them has ended then, or
-        comes first on the device."""
-        if self._storing is not None:  # the step before has not come to its end
-            self._storing.end(worthless=True)
-            self._reading.append(self._storing)
-            self._storing = None
-        for storing in self._reading:
-            storing.free()
-        self._reading.clear()
+        """Before the engine does anything else to its blocks: what a step that has not come to its end reads and writes
+        of them comes first on the device."""
+        self._end_store(worthless=True)
         self._settle()
 
     def _settle(self) -> None:
@@ -291,12 +283,13 @@ class WorkerSide:
             return
         self._storing = storing
 
-    def _end_store(self) -> None:
-        """The stores of a step that are made on streams."""
-        if self._storing is not None:
-            self._storing.end(worthless=self._spoilt)
-            self._reading.append(self._storing)
-            self._storing = None
+    def _end_store(self, *, worthless: bool) -> None:
+        """The stores of a step that are made on streams. What the engine does next comes after its blocks are read:
+        vLLM may clear blocks before it begins the next step."""
+        storing, self._storing = self._storing, None
+        if storing is not None:
+            storing.end(worthless=worthless)
+            storing.free()
 
     def _check_hooks(self, step: Step) -> None:
         """A forward pass must have waited for what it needed."""
@@ -320,7 +313,7 @@ class WorkerSide:
             if self._spoilt:
                 self._worthless.update(job.number for job in step.saves)
             begun = self._storing is not None
-            self._end_store()
+            self._end_store(worthless=self._spoilt)
             if not begun:
                 self._stored.extend(job.number for job in step.saves if job.number not in self._stored)
             return

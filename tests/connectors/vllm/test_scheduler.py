@@ -144,7 +144,7 @@ def test_unknown_requests_are_nobodys(world: World) -> None:
     assert world.scheduler.match("who", 0) == (0, False)
     world.scheduler.allocated("who", blocks(66), 0)
     world.scheduler.end("who")
-    assert world.scheduler.step({"who": 5}, lambda request_id: None) == Step(16, known=True)
+    assert world.scheduler.step({"who": 5}, lambda request_id: None) == Step(16, known=True, computes=True)
 
 
 def test_a_promise_of_which_nothing_is_known_any_more_is_told_to_be_broken(world: World) -> None:

@@ -12,7 +12,7 @@ from hypothesis import Phase, settings
 from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
-from lmcache_core.connectors.vllm.plan import Load, Step
+from lmcache_core.connectors.vllm.plan import Load
 from lmcache_core.connectors.vllm.streaming import StepLoad, StepStore, StreamedLoading
 from lmcache_core.connectors.vllm.worker import WorkerSide
 from lmcache_core.direct import DirectClient
@@ -22,7 +22,7 @@ from lmcache_transfer.hostdevice import HostStream
 from lmcache_transfer.streamed import StreamedTransfer
 from tests.connectors.vllm import world as world_module
 from tests.connectors.vllm.test_machine import FEW, ConnectorMachine, HybridMachine, RanksMachine
-from tests.connectors.vllm.world import PAGE_TOKENS, open_world, prompt
+from tests.connectors.vllm.world import open_world, prompt
 from tests.node.kv import until
 from tests.transfer.jitter import KeepingDevice, jittered
 
@@ -66,28 +66,17 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def test_blocks_are_not_used_again_before_they_have_been_read(beside: None, gate: threading.Event) -> None:
     with open_world() as world:
-        engine, (worker,) = world.engine, world.workers
+        engine = world.engine
         engine.add("a", prompt("abcd12"))
-        while not engine.steps or not engine.steps[-1].saves:
-            gate.clear()
-            engine.step()
-            if not engine.steps[-1].saves:
-                gate.set()
-        began = threading.Event()
-
-        def next_step() -> None:
-            began.set()
-            worker.begin(Step(PAGE_TOKENS))
-
-        step = threading.Thread(target=next_step)
-        step.start()
-        began.wait(10)
-        step.join(0.05)
-        assert step.is_alive(), "a step has begun that may write to blocks that are being read"
+        gate.clear()
+        running = threading.Thread(target=engine.run)
+        running.start()
+        running.join(0.3)
+        assert running.is_alive(), "a step has ended whose blocks are still being read"
         gate.set()
-        step.join(10)
-        assert not step.is_alive()
-        engine.run()
+        running.join(10)
+        assert not running.is_alive()
+        assert engine.done["a"] == engine.expected(prompt("abcd12"), 1)
         world.at_rest()
 
 
