@@ -156,8 +156,12 @@ class StreamedLoading(Loading):
         self._handover.under_way(load)
         client, held = self._open
 
-        def ended(_: Future[None]) -> None:
+        def ended(done: Future[None]) -> None:
             _let_go(client, held)
+            failure = done.exception()
+            if failure is not None:
+                self._warn("load", f"KV of a request could not be loaded: {failure}")
+                self._nothing()
             self._ended_at = self._clock()
             timing = super(StreamedLoading, self).timing()
             if timing is not None:
@@ -167,10 +171,14 @@ class StreamedLoading(Loading):
 
     def lost(self) -> None:
         """It cannot be copied: nothing of it is there."""
-        self.pages = min(self.pages, self.job.first_page)
+        self._nothing()
         if self._open is not None and not (self._handover and self._handover.loads):
             _let_go(*self._open)
         self._open = None
+
+    def _nothing(self) -> None:
+        self.pages = min(self.pages, self.job.first_page)
+        self._tiers = {}
 
     def _operate(self, client: Client, kv: EngineKV, held: Held) -> operations.Operation[operations.Loaded]:
         assert kv.streams is not None

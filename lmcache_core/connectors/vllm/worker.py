@@ -93,6 +93,9 @@ class WorkerSide:
         options = dict(self._options.transfer)
         if device == "cpu" and layerwise is not None:
             options["streams"] = True
+        if self._kv is not None:  # the engine has moved its cache
+            self._let_go()
+            self._kv.close()
         self._kv = EngineKV(groups, device, backend=backend, isa=isa, options=options)
         self._layerwise = self._kv.streams is not None and layerwise is not False
         self._told = False

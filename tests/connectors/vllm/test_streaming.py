@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -16,9 +17,11 @@ from lmcache_core.connectors.vllm.plan import Load
 from lmcache_core.connectors.vllm.streaming import StepLoad, StepStore, StreamedLoading
 from lmcache_core.connectors.vllm.worker import WorkerSide
 from lmcache_core.direct import DirectClient
+from lmcache_core.errors import ClosedError, TransferError
 from lmcache_core.streaming import Copying, Layer, LayerLoad
 from lmcache_transfer import cpu
 from lmcache_transfer.hostdevice import HostStream
+from lmcache_transfer.pipeline import Inward
 from lmcache_transfer.streamed import StreamedTransfer
 from tests.connectors.vllm import world as world_module
 from tests.connectors.vllm.test_machine import FEW, ConnectorMachine, HybridMachine, RanksMachine
@@ -174,6 +177,45 @@ def test_an_engine_that_does_not_tell_when_it_comes_to_a_layer(beside: None, mon
             world.settle()
         assert world.engine.done["c"] == world.engine.expected(prompt("abcd34"), 1)
         assert [line.split(":")[0] for line in world.warnings] == ["layers"]
+        world.at_rest()
+
+
+@pytest.mark.parametrize("beside", [True], ids=["layer by layer"], indirect=True)
+def test_a_device_that_fails_to_copy_is_told_and_counted(beside: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_world(budget=1000, blocks=200) as world:
+        world.generate("a", prompt("abcd12"))
+        world.forget()
+
+        def fails(*_: Any) -> None:
+            raise TransferError("the device is gone")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(Inward, "submit", fails)
+            assert world.engine.generate("b", prompt("abcd34")) == 0
+        assert world.engine.done["b"] == world.engine.expected(prompt("abcd34"), 1)
+        world.settle()
+        world.engine.step()  # late reports come with a step's output
+        counts = world.scheduler.counts
+        assert (counts["loaded_tokens", "cpu"], counts["failed_tokens", ""]) == (0, 64)
+        assert "load: KV of a request could not be loaded: the device is gone" in world.warnings
+        world.at_rest()
+
+
+@pytest.mark.parametrize("beside", [True], ids=["layer by layer"], indirect=True)
+def test_an_engine_that_moves_its_cache(beside: None) -> None:
+    """What copied the old one ends."""
+    with open_world() as world:
+        (worker,) = world.workers
+        old = worker._kv
+        assert old is not None
+        assert isinstance(old.streams, StreamedTransfer)
+        layers, memory = world.engine.groups[0], world.engine.memory[0][0]
+        worker.register([layers.geometry(memory)], "cpu", backend="FAKE", isa="")
+        with pytest.raises(ClosedError):
+            old.streams.thread.put(lambda: None)
+        world.generate("a", prompt("abcd12"))
+        world.forget()
+        assert world.generate("b", prompt("abcd12")) == 64
         world.at_rest()
 
 
