@@ -81,7 +81,8 @@ class Engine:
     def compute(self, layer: int, value: int) -> None:
         """Have a layer hold what a value makes of it."""
         target = self._memory + layer * self.size
-        self.gpu.engine.copy_all([Piece(target, self._patterns + (value % 16) * self.size, self.size)])
+        for each in (*range(8), value):  # it takes its time, and is right at the end only
+            self.gpu.engine.copy_all([Piece(target, self._patterns + (each % 16) * self.size, self.size)])
 
     def layer(self, number: int) -> NDArray[np.uint8]:
         """What a layer holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from lmcache_core.config.conversion import convert
 from lmcache_core.errors import ConfigError, PluginError, TransferError
 from lmcache_core.hookspecs import hookimpl
 from lmcache_core.protocols import Transfer
-from lmcache_core.units import ByteSize
+from lmcache_core.units import ByteSize, format_size
 from lmcache_cuda.compiling import compile_kernels
 from lmcache_cuda.device import Device
 from lmcache_cuda.driver import Driver
@@ -22,11 +23,13 @@ from lmcache_transfer.streamed import StreamedTransfer, StreamOptions
 
 __all__ = ["CudaOptions", "lmcache_create_transfer", "open_device"]
 
+log = logging.getLogger(__name__)
+
 
 class CudaOptions(StreamOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of the transfer `cuda`. A field's docstring is its documentation everywhere."""
 
-    device: int | None = None
+    device: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Number of the GPU; by default the one that torch is on."""
     max_blocks: Annotated[int, msgspec.Meta(ge=1)] = 8
     """Multiprocessors that kernels which gather and scatter take at most; the others are the engine's."""
@@ -42,7 +45,16 @@ def lmcache_create_transfer(options: Mapping[str, Any]) -> Transfer:
     except ConfigError as error:
         raise ConfigError(f"transfer cuda: {error}") from error
     read.check()
-    return StreamedTransfer(open_device(read), read)
+    device = open_device(read)
+    log.info(
+        "KV on GPU %d (%s) is copied on streams of its own, by kernels on at most %d multiprocessors; up to %s of its "
+        "memory are for KV on its way",
+        device.number,
+        device.name,
+        read.max_blocks,
+        format_size(4 * read.staging),
+    )
+    return StreamedTransfer(device, read)
 
 
 def open_device(options: CudaOptions) -> CudaDevice:

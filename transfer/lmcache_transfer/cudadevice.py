@@ -42,6 +42,7 @@ class CudaDevice:
     def __init__(self, device: Device, cubin: bytes, *, number: int, max_blocks: int, direct: int) -> None:
         self.direct = direct
         self.number = number
+        self.name = device.name
         self._device = device
         self._max_blocks = max_blocks
         self._unused: dict[int, list[CudaNumbers]] = {}

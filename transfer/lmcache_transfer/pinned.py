@@ -69,6 +69,7 @@ class PinnedMemory:
                     )
                     return
                 area.pinned.append(area.address + start)
+        log.debug("all %d bytes of the host pool are pinned", nbytes)
 
     def replaced(self) -> list[_Area]:
         """What has been replaced, each once. It is to be let go of when nothing of it is being copied any more."""

@@ -35,8 +35,10 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Raises:
             ConfigError: They can't.
         """
-        if self.staging < 1 << 16:
-            raise ConfigError(f"transfer: staging: {self.staging} bytes hold no page; write 64KiB or more")
+        if not 1 << 16 <= self.staging <= 1 << 34:
+            raise ConfigError(
+                f"transfer: staging: {self.staging} bytes are none for a layer on its way; write 64KiB to 16GiB"
+            )
 
 
 class StreamedTransfer:
