@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lmcache_cuda.geometry import Payload, Planes, Units, arrange
-from lmcache_transfer.layout import Plane, PlaneShape, describe
+from lmcache_cuda.geometry import Payload, Planes, arrange
+from lmcache_transfer.cudadevice import _units
+from lmcache_transfer.layout import Plane, describe
 from lmcache_transfer.paged import Layout
 from tests.cuda.engines import address
 from tests.cuda.host import HostKernels
@@ -71,7 +72,7 @@ def copy(
                 page_units, int(starts[-1]), max(gaps) if len(group) > 1 else parts[group[0]], shape.unit_bytes
             )
             call = arrange(
-                units_of(shape),
+                _units(shape),
                 payload,
                 planes=Planes(address(table), len(group), Planes.alignment_of(table.tolist())),
                 chunk=address(chunk) + int(starts[group[0]]),
@@ -88,14 +89,3 @@ def planes_of(engine: Engine, layout: Layout, page_tokens: int) -> Iterator[Plan
             blocked = described.blocked(None)
             for plane in blocked.native_planes() if layout == "native" else blocked.canonical_planes(page_tokens):
                 yield Plane(at + plane.address, plane.shape)
-
-
-def units_of(shape: PlaneShape) -> Units:
-    return Units(
-        blocks=shape.blocks,
-        block_stride=shape.block_stride,
-        block_units=shape.units,
-        unit_stride=shape.unit_stride,
-        axes=tuple((axis.size, axis.stride) for axis in shape.outer),
-        run=shape.run,
-    )

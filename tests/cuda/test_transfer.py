@@ -24,7 +24,7 @@ from lmcache_transfer import cuda
 from lmcache_transfer.cudadevice import CudaDevice
 from lmcache_transfer.streamed import StreamedTransfer, StreamOptions
 from tests.cuda.conftest import FakeDriver
-from tests.transfer.test_streamed import Drawn, copies_of, drawn
+from tests.transfer.test_streamed import Drawn, check_store_and_load, drawn
 
 CUBIN = b"\x7fELF as if"
 
@@ -74,31 +74,8 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_store_and_load(fake: FakeDriver, direct: int, this: Drawn, layerwise: bool) -> None:
-    engine = this.engine
     transfer = transfer_on(fake, direct=direct)
-    kv = transfer.register(moved(engine.layers), dims=engine.dims, page_tokens=this.page_tokens, layout=this.layout)
-    room = max(kv.page_layer_bytes, this.staging * kv.page_bytes)
-    transfer.thread.out._room = transfer.thread.into._room = room
-    numbers = engine.payload(this.layout, this.page_tokens, this.block_ids)
-    expected = engine.memory()[numbers].tobytes()
-    whole = memoryview(bytearray(b"\xaa" * len(expected)))
-    transfer.pin(whole) if expected else None
-    order = [Layer(0, n) for n in range(kv.layers)]
-    store = transfer.store(copies_of(kv, this, whole))
-    for layer in order if layerwise else ():
-        store.computed(layer)
-    store.end().result(10)
-    store.free()
-    store.close()
-    assert whole == expected
-    source = np.random.default_rng(7).integers(0, 256, len(expected), np.uint8)
-    after = engine.memory()
-    after[numbers] = source.reshape(-1, engine.itemsize)
-    load = transfer.load(copies_of(kv, this, memoryview(source.tobytes())), order if layerwise else ())
-    assert all(load.wait(layer) for layer in order)
-    load.done.result(10)
-    load.close()
-    np.testing.assert_array_equal(engine.memory(), after)
+    check_store_and_load(transfer, moved(this.engine.layers), this, layerwise=layerwise)
     transfer.close()
     assert fake.left == 0
 

@@ -77,34 +77,41 @@ def copies_of(kv: StreamedKV, this: Drawn, whole: memoryview) -> list[Copying]:
 several = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+def check_store_and_load(transfer: StreamedTransfer, tensors: list[Any], this: Drawn, *, layerwise: bool) -> None:
+    """Both do what a copy one element at a time does, to the engine whose tensors these are."""
+    engine = this.engine
+    kv = transfer.register(tensors, dims=engine.dims, page_tokens=this.page_tokens, layout=this.layout)
+    room = max(kv.page_layer_bytes, this.staging * kv.page_bytes)
+    transfer.thread.out._room = transfer.thread.into._room = room
+    numbers = engine.payload(this.layout, this.page_tokens, this.block_ids)
+    expected = engine.memory()[numbers].tobytes()
+    whole = memoryview(bytearray(b"\xaa" * len(expected)))
+    if expected:
+        transfer.pin(whole)
+    order = [Layer(0, n) for n in range(kv.layers)]
+    store = transfer.store(copies_of(kv, this, whole))
+    for layer in order if layerwise else ():
+        store.computed(layer)
+    store.end().result(10)
+    store.free()
+    store.close()
+    assert whole == expected
+    source = np.random.default_rng(7).integers(0, 256, len(expected), np.uint8)
+    after = engine.memory()
+    after[numbers] = source.reshape(-1, engine.itemsize)
+    load = transfer.load(copies_of(kv, this, memoryview(source.tobytes())), order if layerwise else ())
+    assert all(load.wait(layer) for layer in order)
+    load.done.result(10)
+    load.close()
+    np.testing.assert_array_equal(engine.memory(), after)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @given(this=drawn(), layerwise=st.booleans())
 @several
 def test_store_and_load(way: str, this: Drawn, layerwise: bool) -> None:
-    engine = this.engine
     with opened(way) as transfer:
-        kv = transfer.register(engine.layers, dims=engine.dims, page_tokens=this.page_tokens, layout=this.layout)
-        room = max(kv.page_layer_bytes, this.staging * kv.page_bytes)
-        transfer.thread.out._room = transfer.thread.into._room = room
-        numbers = engine.payload(this.layout, this.page_tokens, this.block_ids)
-        expected = engine.memory()[numbers].tobytes()
-        whole = memoryview(bytearray(b"\xaa" * len(expected)))
-        order = [Layer(0, n) for n in range(kv.layers)]
-        store = transfer.store(copies_of(kv, this, whole))
-        for layer in order if layerwise else ():
-            store.computed(layer)
-        store.end().result(10)
-        store.free()
-        store.close()
-        assert whole == expected
-        source = np.random.default_rng(7).integers(0, 256, len(expected), np.uint8)
-        after = engine.memory()
-        after[numbers] = source.reshape(-1, engine.itemsize)
-        load = transfer.load(copies_of(kv, this, memoryview(source.tobytes())), order if layerwise else ())
-        assert all(load.wait(layer) for layer in order)
-        load.done.result(10)
-        load.close()
-        np.testing.assert_array_equal(engine.memory(), after)
+        check_store_and_load(transfer, this.engine.layers, this, layerwise=layerwise)
 
 
 @pytest.mark.parametrize("way", WAYS)
