@@ -312,7 +312,10 @@ MISTAKES = {
     ),
     "a backend of another version": Mistake(
         "tiers:\n- backend: infinistore\n",
-        ("tiers.yaml:2: ", "there is no backend 'infinistore'; this version of lmcache-core has no such backend; installed"),
+        (
+            "tiers.yaml:2: ",
+            "there is no backend 'infinistore'; this version of lmcache-core has no such backend; installed",
+        ),
     ),
     "a socket by a relative path": Mistake(
         "connect: node.sock\n", ("tiers.yaml:1: ", "connect: 'node.sock' must be absolute; write it from / on, or auto")

@@ -36,7 +36,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     layerwise: bool | None = None
     """Copy KV beside the engine, layer by layer: a layer is loaded while those in front of it are computed, and stored
     while those behind it are. By default where KV is on a GPU; false for all layers together."""
-    transfer: dict[str, Any] = {}
+    transfer: dict[str, Any] | None = None
     """Options of what copies, for KV on a GPU: `device`, `max_blocks`, `staging`, `direct`."""
     lookup_timeout: Duration = 2.0
     """Time that a request waits at most for tiers that cannot tell at once what they hold."""

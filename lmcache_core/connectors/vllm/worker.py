@@ -90,7 +90,7 @@ class WorkerSide:
             PluginError: There is no transfer for this device.
         """
         layerwise = self._options.layerwise
-        options = dict(self._options.transfer)
+        options = dict(self._options.transfer or {})
         if device == "cpu" and layerwise is not None:
             options["streams"] = True
         if self._kv is not None:  # the engine has moved its cache
