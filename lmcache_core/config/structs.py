@@ -152,7 +152,7 @@ class Config(_Section, frozen=True, forbid_unknown_fields=True):
     """Everything a node can be told."""
 
     chunk_tokens: Tokens = 256
-    """Tokens stored and moved as one chunk. A multiple of `page_tokens`."""
+    """Tokens stored and moved as one chunk. A multiple of `page_tokens`. The same on all hosts that share a tier."""
     page_tokens: Tokens = 64
     """Tokens of the smallest unit that can be found again. Raised to the engine's block size where that is larger.
     Connectors make the namespace with it; with `Cache.open` and a namespace of your own, the namespace decides."""
