@@ -17,8 +17,9 @@ import fcntl
 import logging
 import mmap
 import os
+import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lmcache_core.errors import PoolError, UsageError
 from lmcache_core.extents import ExtentAllocator
@@ -32,6 +33,11 @@ FAULT_STEP = 32 << 20
 HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
+_INTERLEAVE, _MOVE = 3, 2
+"""`MPOL_INTERLEAVE` and `MPOL_MF_MOVE`: see mbind(2)."""
+_MBIND = {"x86_64": 237, "aarch64": 235}
+"""Its number, by kind of CPU: glibc has no function for it."""
+_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 _FREED = memoryview(b"")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -99,12 +105,15 @@ class HostPool:
         capacity: Bytes, rounded up to whole pages.
         hugepages: Take 2 MiB pages from the system's reserve.
         prefault: Fault the memory in on a thread of its own. Off, it is all usable at once and faulted by first use.
+        numa_nodes: That the memory lies on, by turns; wherever the system puts it if there are none.
 
     Raises:
-        PoolError: The machine hasn't that much memory free, or no huge pages.
+        PoolError: The machine hasn't that much memory free, or no huge pages, or no such NUMA node.
     """
 
-    def __init__(self, capacity: int, *, hugepages: bool = False, prefault: bool = True) -> None:
+    def __init__(
+        self, capacity: int, *, hugepages: bool = False, prefault: bool = True, numa_nodes: Sequence[int] = ()
+    ) -> None:
         unit = HUGE_PAGE if hugepages else ALIGN
         self.capacity = -(-capacity // unit) * unit
         if self.capacity < ALIGN:
@@ -114,6 +123,8 @@ class HostPool:
         self._map = mmap.mmap(self.fd, self.capacity)
         self.memory = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        if numa_nodes:
+            _place(self.address, self.capacity, numa_nodes)
         # Where the system lets programs ask for them (shmem_enabled is `advise`), pages of 2 MiB without a reserve.
         _libc.madvise(self.address, self.capacity, _MADV_HUGEPAGE)
         self.slots = 0
@@ -189,6 +200,27 @@ def populate(address: int, start: int, size: int) -> bool:
     """Have the pages of a mapping there, so that no copy stops for them; lets go of the GIL. False where the kernel
     cannot (before 5.14)."""
     return not _libc.madvise(address + start, size, _MADV_POPULATE_WRITE)
+
+
+def _place(address: int, nbytes: int, nodes: Sequence[int]) -> None:
+    """Have memory lie on these NUMA nodes by turns, also what is there of it already."""
+    missing = [node for node in nodes if not os.path.isdir(f"/sys/devices/system/node/node{node}")]
+    if missing:  # the system would pass them over
+        raise _not_placed(nodes, f"there is no node {missing[0]}")
+    number = _MBIND.get(platform.machine())
+    words = (ctypes.c_ulong * (max(nodes) // _WORD + 1))()
+    for node in nodes:
+        words[node // _WORD] |= 1 << node % _WORD
+    arguments = (address, nbytes, _INTERLEAVE, words, ctypes.c_ulong(len(words) * _WORD + 1), _MOVE)
+    if number is None or _libc.syscall(number, ctypes.c_void_p(arguments[0]), ctypes.c_ulong(nbytes), *arguments[2:]):
+        raise _not_placed(nodes, "not known on this kind of CPU" if number is None else os.strerror(ctypes.get_errno()))
+
+
+def _not_placed(nodes: Sequence[int], reason: str) -> PoolError:
+    return PoolError(
+        f"cpu.numa_nodes: memory cannot be placed on {', '.join(map(str, nodes))} ({reason}); see "
+        "/sys/devices/system/node/online for the nodes that there are, or leave it out"
+    )
 
 
 def _memfd(capacity: int, hugepages: bool) -> int:

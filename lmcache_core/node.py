@@ -84,7 +84,12 @@ class Node:
             recipe_of(f"tiers[{number}]", tier, backend)
             for number, (tier, backend) in enumerate(zip(config.tiers, backends, strict=True))
         ]
-        self.pool = HostPool(config.cpu.capacity, hugepages=config.cpu.hugepages, prefault=runtime.prefault)
+        self.pool = HostPool(
+            config.cpu.capacity,
+            hugepages=config.cpu.hugepages,
+            prefault=runtime.prefault,
+            numa_nodes=config.cpu.numa_nodes,
+        )
         index = Index(
             self.pool,
             rules,

@@ -13,6 +13,7 @@ from lmcache_core.config.masking import mask_url
 from lmcache_core.units import ByteSize, Duration, Secret
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+NumaNode = Annotated[int, msgspec.Meta(ge=0, le=1023)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Weight = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -37,6 +38,9 @@ class CpuConfig(_Section, frozen=True, forbid_unknown_fields=True):
     """Memory taken from this host, once per node and not once per rank."""
     hugepages: bool = False
     """Back the pool with 2 MiB pages. The kernel must have them reserved."""
+    numa_nodes: tuple[NumaNode, ...] = ()
+    """NUMA nodes that the pool's memory lies on, by turns: those of the GPUs that copy from and to it. By default it
+    lies where the process that takes it runs."""
     policy: Policy = "lru"
     """Which chunks leave first when the pool is full: the least recently used (`lru`), or those used only once
     (`s3fifo`)."""

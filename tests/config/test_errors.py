@@ -65,7 +65,8 @@ MISTAKES = {
         "cpu:\n  capacity: 1GiB\ntier: []\n", ("tiers.yaml:3: ", "unknown key 'tier'", "did you mean 'tiers'?")
     ),
     "unknown key in a section": Mistake(
-        "cpu:\n  size: 1GiB\n", ("tiers.yaml:2: ", "unknown key 'size' in cpu", "known are capacity, hugepages, policy")
+        "cpu:\n  size: 1GiB\n",
+        ("tiers.yaml:2: ", "unknown key 'size' in cpu", "known are capacity, hugepages, numa_nodes, policy"),
     ),
     "unknown key in a nested section": Mistake(
         DISK + "    breaker:\n      cooldwn: 1s\n",

@@ -369,6 +369,7 @@ def test_what_is_shown() -> None:
         ("page_tokens", "64", "default"),
         ("cpu.capacity", "20GiB", "tiers.yaml:2"),
         ("cpu.hugepages", "false", "default"),
+        ("cpu.numa_nodes", "[]", "default"),
         ("cpu.policy", "lru", "default"),
         ("tiers[0].backend", "fakedisk", "tiers.yaml:4"),
         ("tiers[0].name", "fakedisk", "default"),

@@ -184,3 +184,23 @@ def test_huge_pages_that_are_reserved_are_used() -> None:
 def test_a_pool_of_nothing_is_refused() -> None:
     with pytest.raises(PoolError, match="at least"):
         HostPool(0)
+
+
+def test_memory_lies_on_the_numa_nodes_that_were_named() -> None:
+    pool = HostPool(4 << 20, numa_nodes=(0,), prefault=False)
+    try:
+        pool.memory[:4096] = bytes(4096)
+        (mapping,) = [
+            line
+            for line in Path("/proc/self/numa_maps").read_text().splitlines()
+            if int(line.split()[0], 16) == pool.address
+        ]
+        assert mapping.split()[1] == "interleave:0"
+        assert "N0=" in mapping
+    finally:
+        pool.close()
+
+
+def test_a_numa_node_that_is_not_there() -> None:
+    with pytest.raises(PoolError, match=r"cpu.numa_nodes: .* on 0, 700 .there is no node 700.*/node/online"):
+        HostPool(4 << 20, numa_nodes=(0, 700))
