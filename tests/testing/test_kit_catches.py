@@ -99,13 +99,14 @@ MODEL_CATCHES = [
 @pytest.mark.parametrize("backend", MODEL_CATCHES)
 def test_the_model_alone_catches(backend: type[ReferenceBackend]) -> None:
     medium = Medium()
-    only_generate = settings(MODEL_SETTINGS, phases=[Phase.generate], derandomize=True)  # found today, found tomorrow
+    # Many, as what is drawn depends on the constants of all modules that are loaded. The first that finds it is the last.
+    only_generate = settings(MODEL_SETTINGS, phases=[Phase.generate], derandomize=True, max_examples=1000)
     with pytest.raises((AssertionError, KeyError)):
         run_model(lambda: backend(medium), persistent=True, settings=only_generate)
 
 
 def test_the_model_alone_catches_what_is_lost_when_full() -> None:
     medium = Medium(capacity=1 << 20)
-    only_generate = settings(MODEL_SETTINGS, phases=[Phase.generate], derandomize=True)
+    only_generate = settings(MODEL_SETTINGS, phases=[Phase.generate], derandomize=True, max_examples=1000)
     with pytest.raises(AssertionError):
         run_model(lambda: DropsTheOldValueFirst(medium), persistent=True, fill=True, settings=only_generate)
