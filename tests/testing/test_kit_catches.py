@@ -99,7 +99,7 @@ MODEL_CATCHES = [
 @pytest.mark.parametrize("backend", MODEL_CATCHES)
 def test_the_model_alone_catches(backend: type[ReferenceBackend]) -> None:
     medium = Medium()
-    # Many, as what is drawn depends on the constants of all modules that are loaded. The first that finds it is the last.
+    # Many, as what is drawn depends on the constants of all modules that are loaded. The first that finds it ends it.
     only_generate = settings(MODEL_SETTINGS, phases=[Phase.generate], derandomize=True, max_examples=1000)
     with pytest.raises((AssertionError, KeyError)):
         run_model(lambda: backend(medium), persistent=True, settings=only_generate)
