@@ -51,6 +51,7 @@ COUNTERS = {
         "Chunks that are not encrypted on a tier where all must be; each was a miss.", "tier"
     ),
     "unknown_codec_chunks": Counter("Chunks of a codec that is not installed; each was a miss.", "tier"),
+    "other_chunks": Counter("Chunks of another length than their name stands for here; each was a miss.", "tier"),
     "evicted_chunks": Counter("Chunks that made room for others, by the tier they left.", "tier"),
     "superseded_chunks": Counter("Tails that a longer chunk replaced, by the tier they left.", "tier"),
     "dropped_chunks": Counter("Chunks or writes to a tier that were given up.", "reason"),

@@ -281,7 +281,7 @@ class TierRunner:
         held = await self.health.calls.bounded(self.backend.contains(keys), self.config.read_timeout)
         if not isinstance(held, (list, tuple)) or len(held) != len(keys):
             raise BackendError(f"{held!r:.80} for {len(keys)} keys")
-        return held
+        return [there and not self.coder.is_anothers(key) for key, there in zip(keys, held, strict=True)]
 
     # Mutations
 

@@ -3,7 +3,9 @@ work itself is done on the framer's threads."""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -15,7 +17,7 @@ from lmcache_core.coding.worth import LEAST_SAVING, Worth
 from lmcache_core.errors import FrameError
 from lmcache_core.frame import Codec
 from lmcache_core.framing import Framer
-from lmcache_core.protocols import ChunkKey, ReadResult, ReadsShorter, StorageBackend
+from lmcache_core.protocols import ChunkKey, ReadResult, ReadsShorter, Scannable, StorageBackend
 from lmcache_core.ratelog import RateLog
 
 if TYPE_CHECKING:
@@ -31,12 +33,18 @@ R = TypeVar("R")
 STAGED = 64 << 20
 """Bytes of encoded chunks that one tier may have under way, or one chunk that is larger."""
 
+OTHERS = 60.0
+"""Seconds for which nobody is promised what turned out to be another chunk."""
+MOST_OTHERS = 4096
+
 Counted = Callable[[Mapping[str, float]], None]
 
 _WHY = {
     Unreadable.UNKNOWN_KEY: "it is encrypted with a key that this tier's cipher doesn't have",
     Unreadable.NOT_ENCRYPTED: "it is not encrypted, and this tier's cipher wants all to be",
     Unreadable.UNKNOWN_CODEC: "it is compressed with a codec that is not installed here",
+    Unreadable.OTHER_PAGES: "it holds other pages than its name says here; give all nodes that share this tier one "
+    "chunk_tokens",
 }
 
 
@@ -53,6 +61,8 @@ class TierCoder:
 
     def __init__(self, name: str, recipe: Recipe, framer: Framer, counted: Counted, log: RateLog) -> None:
         self.staging = Staging(STAGED)
+        self._others: OrderedDict[ChunkKey, float] = OrderedDict()
+        """When chunks of others were found under names of ours."""
         self._name = name
         self._recipe = recipe
         self._framer = framer
@@ -114,7 +124,7 @@ class TierCoder:
 
     async def read(
         self, backend: StorageBackend, keys: Sequence[ChunkKey], into: Sequence[memoryview]
-    ) -> Sequence[int | ReadResult]:
+    ) -> Sequence[int | ReadResult | Unreadable]:
         """Have the tier's backend read, whatever the sizes of values are, where it can. An answer that is a number is
         the length of a value at the start of a buffer.
 
@@ -124,7 +134,7 @@ class TierCoder:
         if not isinstance(backend, ReadsShorter):
             return await backend.read(keys, into)
         if self._recipe.codec:
-            return await backend.read_any(keys, into)
+            return self._without_others(backend, keys, await backend.read_any(keys, into))
         answers: list[int | ReadResult] = [*await backend.read(keys, into)]
         # Others may compress what they store here.
         again = [number for number, answer in enumerate(answers) if answer is ReadResult.CORRUPT]
@@ -132,7 +142,20 @@ class TierCoder:
             found = await backend.read_any([keys[number] for number in again], [into[number] for number in again])
             for number, answer in zip(again, found, strict=True):
                 answers[number] = answer
-        return answers
+        return self._without_others(backend, keys, answers)
+
+    def _without_others(
+        self, backend: StorageBackend, keys: Sequence[ChunkKey], answers: Sequence[int | ReadResult]
+    ) -> Sequence[int | ReadResult | Unreadable]:
+        """What others store under such a name, and is longer than it could be here, is no damage."""
+        if isinstance(backend, Scannable) or len(answers) != len(keys):
+            return answers
+        return [Unreadable.OTHER_PAGES if answer is ReadResult.CORRUPT else answer for answer in answers]
+
+    def is_anothers(self, key: ChunkKey) -> bool:
+        """Whether what is there under a name was of no use just now."""
+        since = self._others.get(key)
+        return since is not None and asyncio.get_running_loop().time() - since < OTHERS
 
     async def check(self, load: Load, answer: object) -> ReadResult | None:
         """What an answer of `read` comes to, when what was read has been decoded where it lies: HIT if it is a plain
@@ -140,6 +163,8 @@ class TierCoder:
         entry, slot = load.entry, load.slot
         if answer is ReadResult.HIT:
             answer = slot.frame.nbytes
+        if isinstance(answer, Unreadable):
+            return self._left(entry.chunk_key, answer)
         if isinstance(answer, bool) or not isinstance(answer, int):
             return answer if isinstance(answer, ReadResult) else None
         if not 0 < answer <= slot.frame.nbytes:
@@ -152,15 +177,21 @@ class TierCoder:
             self._log.warning("corrupt", "tier %s: chunk is a miss: %s", self._name, damage)
             return ReadResult.CORRUPT
         if isinstance(read, Unreadable):
-            self._counted({read.value: 1})
-            self._log.warning(
-                read.value, "tier %s: chunk is a miss and is left where it is: %s", self._name, _WHY[read]
-            )
-            return ReadResult.MISS
+            return self._left(entry.chunk_key, read)
         slot.tenant = read
         if not self._recipe.plain:
             self._counted({"decode_seconds": seconds})
         return ReadResult.HIT
+
+    def _left(self, key: ChunkKey, why: Unreadable) -> ReadResult:
+        self._counted({why.value: 1})
+        self._log.warning(why.value, "tier %s: chunk is a miss and is left where it is: %s", self._name, _WHY[why])
+        if why is Unreadable.OTHER_PAGES:
+            self._others[key] = asyncio.get_running_loop().time()
+            self._others.move_to_end(key)
+            if len(self._others) > MOST_OTHERS:
+                self._others.popitem(last=False)
+        return ReadResult.MISS
 
 
 def _subject(entry: Entry, slot: Slot) -> Subject:

@@ -14,6 +14,7 @@ import xxhash
 from lmcache_core import frame
 from lmcache_core.coding.codecs import PageCodec, load_codec
 from lmcache_core.coding.worth import LEAST_SAVING
+from lmcache_core.errors import FrameError
 from lmcache_core.frame import Codec, Coding, FrameShape, Page
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Unreadable(enum.Enum):
     UNKNOWN_KEY = "unknown_key_chunks"
     NOT_ENCRYPTED = "unencrypted_chunks"
     UNKNOWN_CODEC = "unknown_codec_chunks"
+    OTHER_PAGES = "other_chunks"
 
 
 def encode(plain: memoryview, into: memoryview, subject: Subject, codec: Codec, key: Key | None) -> Encoded:
@@ -86,6 +88,16 @@ def encode(plain: memoryview, into: memoryview, subject: Subject, codec: Codec, 
     return Encoded(frame.finish(into, *subject, coding, table), saving)
 
 
+def _is_another(stored: memoryview, subject: Subject) -> bool:
+    """Whether it is a chunk of the same space that ends with the same page, and holds others besides."""
+    try:
+        header = frame.read_header(stored)
+    except FrameError:
+        return False
+    same = header.space == subject.space and header.pages[-1] == subject.pages[-1]
+    return same and len(header.pages) != len(subject.pages)
+
+
 def decode(buffer: memoryview, nbytes: int, subject: Subject, keys: Keyring | None) -> Unreadable | str:
     """Check a frame of which `nbytes` bytes were read into a buffer of the plain frame's size, and make a plain frame
     of it where it lies. Returns the tenant whose key it was encrypted with, empty for none; or why it cannot be done,
@@ -104,7 +116,12 @@ def decode(buffer: memoryview, nbytes: int, subject: Subject, keys: Keyring | No
     """
     form = subject.form
     stored = buffer[:nbytes]
-    coding, table = frame.verify_header(stored, *subject)
+    try:
+        coding, table = frame.verify_header(stored, *subject)
+    except FrameError:
+        if _is_another(stored, subject):
+            return Unreadable.OTHER_PAGES
+        raise
     subject = subject._replace(parent=frame.parent_of(stored, subject.parent))
     if keys is not None and not coding.encrypted:
         return Unreadable.NOT_ENCRYPTED

@@ -283,3 +283,34 @@ async def test_what_hangs_keeps_its_buffer_until_it_has_ended_and_nothing_grows(
         done, _ = await asyncio.wait([reading], timeout=SOON)
         assert reading.cancelled()
         assert await value(backend, chunk.key, MIB) == chunk.data
+
+
+def test_nodes_with_chunks_of_another_length_leave_each_others_alone(tmp_path: Path) -> None:
+    """A name stands for a chunk's last page alone. What lies there with other pages is a miss, shorter or longer."""
+
+    def a_node(chunk_tokens: int) -> Cache:
+        tier = {"backend": "nfs", "path": str(tmp_path / "kv"), "must_be_mounted": False}
+        pool = {"capacity": "1MiB"}
+        settings = {"chunk_tokens": chunk_tokens, "page_tokens": PAGE_TOKENS, "cpu": pool, "tiers": [tier]}
+        return Cache.open(settings, namespace())
+
+    short, long = CHUNK_TOKENS, 2 * CHUNK_TOKENS
+    with a_node(short) as cache:
+        assert store(cache, "abcdefgh")
+        assert store(cache, "ijkl")
+    with a_node(long) as cache:
+        assert store(cache, "ijklmnop")
+        assert retrieve(cache, "abcdefgh") < 8
+        # What ends there may be the end of a prompt: it is asked for when what was known is forgotten.
+        until(lambda: retrieve(cache, "abcdefgh") == 4)
+        counts = cache.stats().counts
+        assert counts["other_chunks"] == {"nfs": 1}
+        assert "corrupt_chunks" not in counts
+    with a_node(short) as cache:
+        assert retrieve(cache, "abcdefgh") == 8
+        until(lambda: retrieve(cache, "ijklmnop") == 4)
+        counts = cache.stats().counts
+        assert counts["other_chunks"] == {"nfs": 1}
+        assert "corrupt_chunks" not in counts
+    with a_node(long) as cache:
+        assert retrieve(cache, "ijklmnop") == 8
