@@ -24,19 +24,27 @@ Site = tuple[str, int]
 """File and line."""
 
 JITTER = 0.002
+PACES = 0.1, 0.5, 1.0, 3.0
 
 
 def jittered(seed: int, **options: Any) -> KeepingDevice:
-    """A device whose streams pause before each piece of work for up to two milliseconds, mostly much less."""
+    """A device whose streams pause before each piece of work for some milliseconds, mostly much less; some of them are
+    slow, and some quick."""
     random_number = random.Random(seed)
     lock = threading.Lock()
 
-    def pause() -> None:
+    def stream() -> Callable[[], None]:
         with lock:
-            drawn = random_number.random()
-        time.sleep(drawn**3 * JITTER)
+            pace = random_number.choice(PACES)
 
-    return KeepingDevice(pause, **options)
+        def pause() -> None:
+            with lock:
+                drawn = random_number.random()
+            time.sleep(drawn**3 * JITTER * pace)
+
+        return pause
+
+    return KeepingDevice(stream(), pauses=stream, **options)
 
 
 class JitterStream(ThreadStream):
@@ -50,12 +58,20 @@ class JitterStream(ThreadStream):
 class KeepingDevice(HostDevice):
     """Frees nothing: what is used too late is read and written where others can see it, and no memory breaks."""
 
-    def __init__(self, threaded: Callable[[], object], **options: Any) -> None:
+    def __init__(
+        self,
+        threaded: Callable[[], object],
+        *,
+        pauses: Callable[[], Callable[[], object]] | None = None,
+        **options: Any,
+    ) -> None:
         self.kept: list[NDArray[Any]] = []
+        self._pauses = pauses
         super().__init__(threaded, **options)
 
     def stream(self) -> HostStream:
-        return HostStream() if self._threaded is None else JitterStream(self._threaded)
+        pause = self._threaded if self._pauses is None else self._pauses()
+        return HostStream() if pause is None else JitterStream(pause)
 
     def memory(self, nbytes: int) -> HostMemory:
         memory = HostMemory(nbytes)

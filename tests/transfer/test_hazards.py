@@ -8,6 +8,7 @@ whose streams run beside each other with pauses drawn by a seed.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
@@ -27,6 +28,8 @@ from tests.transfer.jitter import Site, Waits, jittered
 
 LAYERS, BLOCKS, TOKENS, WIDTH = 4, 12, 4, 64
 PAGES = 6
+ENGINE_TAKES = 0.01
+"""Seconds that what the engine computes takes, longer than copies mostly do."""
 ORDER = [Layer(0, layer) for layer in range(LAYERS)]
 WAYS: dict[str, dict[str, Any]] = {
     "staged": {"mapped": False},
@@ -78,12 +81,12 @@ class World:
         self.kept += buffers  # what is written too late does not break the memory of others
         store = self.transfer.store(self.copies(buffers))
         for layer in ORDER:
+            self.compute(lambda: time.sleep(ENGINE_TAKES / 4))
             self.write(layer.layer, value + layer.layer)
             store.computed(layer)
         done = store.end()
         store.free()
-        for layer in ORDER:
-            self.write(layer.layer, 255)
+        self.compute(lambda: [memory.__setitem__((slice(None), self.table), 255) for memory in self.memory])
         done.result(10)
         kept = [memoryview(bytes(buffer)) for buffer in buffers]  # once it is done nothing is written any more
         store.close()
@@ -92,6 +95,8 @@ class World:
 
     def load(self, buffers: list[memoryview], value: int, *, layerwise: bool) -> None:
         """Load, while the engine still writes to the blocks, and read each layer as soon as it may be."""
+        if layerwise:  # the engine is slower than copies then, and faster else
+            self.compute(lambda: time.sleep(ENGINE_TAKES))
         for layer in ORDER:
             self.write(layer.layer, 254)
         mine = [memoryview(bytearray(buffer)) for buffer in buffers]
