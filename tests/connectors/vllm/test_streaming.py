@@ -159,7 +159,7 @@ def test_requests_of_one_step_are_loaded_together(beside: None, monkeypatch: pyt
             engine.add(name, prompt(text))
         engine.run()
         assert (engine.loaded["c"], engine.loaded["d"]) == (64, 32)
-        assert loads == [(6, 2)]
+        assert [each for each in loads if each[0]] == [(6, 2)]
         world.at_rest()
 
 

@@ -119,9 +119,11 @@ class World:
         """Let copies, reads and writes end."""
         for worker in self.workers:
             if worker._kv is not None and worker._kv.streams is not None:
-                last = worker._kv.streams.store([])  # copies end in their order
-                last.end().result(10)
-                last.close()
+                stores, loads = worker._kv.streams.store([]), worker._kv.streams.load([])
+                stores.end().result(10)  # copies end in their order
+                loads.done.result(10)
+                stores.close()
+                loads.close()
         assert DirectClient(self.node).flush(20)
 
     def forget(self, *places: str) -> None:
