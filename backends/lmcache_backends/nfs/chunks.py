@@ -215,8 +215,7 @@ class ChunkFiles:
                 raise
             os.close(fd)  # only now some file systems say that there is no room
             os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
-        except BaseException:
-            # Also if it could not be opened: that may leave an empty file behind.
+        except BaseException:  # whatever it was, no file stays behind: an opening that failed may leave an empty one
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=self._root)
             raise
