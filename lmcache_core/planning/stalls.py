@@ -49,23 +49,24 @@ def stall_constant_lost(rho: float, window: int) -> float:
     """Probability that an engine that goes on without the page meets a full queue, if copies take a constant time:
     1 - 1 / (pi_0 + rho), right to about 1e-15."""
     _check(rho, window)
-    left = next(islice(_left_behind(rho), window - 1, None))
-    return max(1 - 1 / (left.none / left.total + rho), 0.0)
+    return next(islice(_lost(rho), window - 1, None))
 
 
 def smallest_window(
-    arrivals: float, offloads: float, target: float, *, burst: int = 1, constant: bool = True
+    arrivals: float, offloads: float, target: float, *, burst: int = 1, constant: bool = True, waits: bool = True
 ) -> int | None:
-    """The fewest pages to keep copied ahead for an engine that waits; None if no window up to `LARGEST` bursts is
-    enough, as where pages are taken as fast as they are copied.
+    """The fewest pages to keep copied ahead; None if no window up to `LARGEST` bursts is enough, as where pages are
+    taken as fast as they are copied.
 
     Args:
         arrivals: Pages that the engine takes a second.
         offloads: Pages that can be copied a second.
-        target: The most that stalls may be of all times that it takes pages.
+        target: The most that stalls may be of all times that it takes pages; for an engine that does not wait, the
+            most that those times may be at which it loses something.
         burst: Pages that it takes at a time, as a chunk of a prefill does. A burst is then what the queue has one of:
             it waits until there is room for all of it, which is when a whole burst has left.
         constant: Whether a copy takes a constant time, else an exponential one.
+        waits: Whether the engine waits for a page, else it goes on without what is in it.
 
     Raises:
         UsageError: A rate, the target or the burst cannot be meant.
@@ -79,7 +80,7 @@ def smallest_window(
         raise UsageError(f"a burst has at least one page, not {burst!r}")
     if (rho := arrivals / offloads) >= 1:
         return None
-    found = _waiting(rho) if constant else _geometric(rho)
+    found = (_waiting(rho) if waits else _lost(rho)) if constant else _geometric(rho)
     sizes = (size for size, each in zip(range(1, LARGEST + 1), found, strict=False) if each <= target)
     size = next(sizes, None)
     return None if size is None else size * burst
@@ -97,6 +98,12 @@ def _waiting(rho: float) -> Iterator[float]:
     """Of windows 1, 2, ... with constant copies: what departures leave in a queue of w + 1 places, at w."""
     for left in islice(_left_behind(rho), 1, None):
         yield left.these / left.total
+
+
+def _lost(rho: float) -> Iterator[float]:
+    """Of windows 1, 2, ... with constant copies, where nobody waits."""
+    for left in _left_behind(rho):
+        yield max(1 - 1 / (left.none / left.total + rho), 0.0)
 
 
 class _Left(NamedTuple):

@@ -6,6 +6,8 @@ import heapq
 import itertools
 import math
 import random
+from collections import deque
+from collections.abc import Callable
 
 import pytest
 
@@ -104,22 +106,20 @@ def simulate(rho: float, size: int, *, constant: bool, waits: bool, burst: int =
     chance = random.Random(seed)
     window: OffloadWindow[int] = OffloadWindow(size)
     pages = itertools.count()
-    for _ in range(size):
-        window.freed(next(pages))
+    free = deque(itertools.islice(pages, size))
+    window.look(free)
     for page in window.offer(size):
-        window.copied(page)
+        assert window.copied(page)
     events: list[tuple[float, int, int]] = [(chance.expovariate(rho / burst), 0, -1)]
     order = itertools.count(1)
     pending = stalls = takes = 0
     stalled: list[float] = []
 
-    def ready() -> int:
-        return window.current - window.start
-
-    def take(now: float) -> None:
+    def take() -> None:
         for _ in range(burst):
-            assert window.take() is not None
-            window.freed(next(pages))
+            free.popleft()
+            free.append(next(pages))
+        window.look(free)
 
     while len(stalled) < 41:
         now, _, page = heapq.heappop(events)
@@ -127,19 +127,19 @@ def simulate(rho: float, size: int, *, constant: bool, waits: bool, burst: int =
             window.copied(page)
         else:
             takes += 1
-            if ready() < burst:
+            if window.ready < burst:
                 stalls += 1
                 pending = waits
             else:
-                take(now)
+                take()
             if not pending:
                 heapq.heappush(events, (now + chance.expovariate(rho / burst), next(order), -1))
             if takes == 3000:
                 stalled.append(stalls / takes)
                 stalls = takes = 0
-        if pending and ready() >= burst:
+        if pending and window.ready >= burst:
             pending = False
-            take(now)
+            take()
             heapq.heappush(events, (now + chance.expovariate(rho / burst), next(order), -1))
         if not any(page >= 0 for _, _, page in events):
             for page in window.offer(1):
@@ -186,11 +186,20 @@ def test_a_window_of_whole_bursts_stalls_as_often_as_one_of_so_many_pages() -> N
 
 
 @pytest.mark.parametrize("rho", [0.01, 0.3, 0.5, 0.8, 0.95])
-@pytest.mark.parametrize("constant", [True, False])
-def test_the_smallest_window_is_enough_and_a_smaller_one_is_not(rho: float, constant: bool) -> None:
-    size = smallest_window(rho * 1000, 1000, 1e-3, constant=constant)
+@pytest.mark.parametrize(
+    ("constant", "waits", "form"),
+    [
+        (True, True, stall_constant),
+        (True, False, stall_constant_lost),
+        (False, True, stall_exponential),
+        (False, False, stall_exponential),
+    ],
+)
+def test_the_smallest_window_is_enough_and_a_smaller_one_is_not(
+    rho: float, constant: bool, waits: bool, form: Callable[[float, int], float]
+) -> None:
+    size = smallest_window(rho * 1000, 1000, 1e-3, constant=constant, waits=waits)
     assert size is not None
-    form = stall_constant if constant else stall_exponential
     assert form(rho, size) <= 1e-3
     assert size == 1 or form(rho, size - 1) > 1e-3
 

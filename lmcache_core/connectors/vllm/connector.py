@@ -27,6 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_core.assembly import settings
 from lmcache_core.connectors.vllm import identity
+from lmcache_core.connectors.vllm.blocks import EngineBlocks
 from lmcache_core.connectors.vllm.counters import Counts, joined
 from lmcache_core.connectors.vllm.enginekv import Geometry
 from lmcache_core.connectors.vllm.events import Page
@@ -130,6 +131,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         same_process = parallel.world_size == 1 and str(parallel.distributed_executor_backend or "uni") == "uni"
         engine = str(self._kv_transfer_config.engine_id)
         self._specs = specs
+        self._lazy = options.lazy_offload
         self._hash_tokens: int = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
         """Tokens that one of vLLM's block hashes stands for."""
         self._awaited: set[str] = set()
@@ -170,6 +172,19 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 options = msgspec.structs.replace(options, layerwise=False)
             self._door = WorkerDoor(options.config, engine, rank // replicas, same_process=same_process)
             self._worker = WorkerSide(options, self._door.client, writes=rank % replicas == 0, warn=self._warn)
+
+    @_guarded(None)
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        scheduler = self._scheduler
+        if scheduler is None or not self._lazy:
+            return
+        reason = identity.not_lazy(self._vllm_config, self._specs)
+        if reason:
+            log.warning("lazy_offload cannot be had: %s; KV is stored as soon as it has been computed", reason)
+        else:
+            scheduler.store_late(
+                EngineBlocks(gpu_block_pool), self._vllm_config.scheduler_config.max_num_batched_tokens
+            )
 
     def _check_policy(self, vllm_config: Any) -> None:
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy

@@ -18,6 +18,10 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
         "Tokens whose KV was not stored: there was no room for it at once, or the node was away",
         "",
     ),
+    "lost_tokens": (
+        "Tokens whose KV the engine gave up before it was stored, with lazy_offload",
+        "",
+    ),
     "refused_options": ("Requests whose kv_transfer_params cannot be used; nothing was loaded or stored for them", ""),
     "faults": ("Exceptions that were kept from the engine", ""),
 }

@@ -24,6 +24,7 @@ __all__ = [
     "block_tokens",
     "describe_engine",
     "group_specs",
+    "not_lazy",
     "not_shared",
     "refusals",
     "shards_of",
@@ -114,6 +115,16 @@ def group_specs(kv_cache_config: Any) -> list[GroupSpec]:
 def block_tokens(specs: Sequence[GroupSpec]) -> int:
     """Tokens of which every group has whole blocks."""
     return math.lcm(*(spec.block_tokens for spec in specs))
+
+
+def not_lazy(vllm_config: Any, specs: Sequence[GroupSpec]) -> str:
+    """Why KV cannot be stored late, if it cannot: what is in a free block is known where all of a prompt is kept in
+    blocks of one kind, and the engine finds them again."""
+    if len(specs) > 1 or specs[0].kind not in FULL:
+        return "the model keeps not all of a prompt in blocks of one kind"
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "the engine keeps nothing in blocks that no request uses (enable_prefix_caching is off)"
+    return ""
 
 
 def interleaves(vllm_config: Any) -> bool:

@@ -104,7 +104,7 @@ class Loading:
         job = self.job
         client, kv = self._client, self._kv
         self._held = held = None if client is None or not job.number else client.join_hold(job.number)
-        if client is None or kv is None or held is None or held.pages != job.pages:
+        if client is None or kv is None or held is None or held.pages != job.pages - job.base:
             self._end()
             return
         self._operation = self._operate(client, kv, held)
@@ -112,8 +112,8 @@ class Loading:
 
     def _operate(self, client: Client, kv: EngineKV, held: Held) -> operations.Operation[operations.Loaded]:
         job = self.job
-        view = kv.view(job.first_page, job.blocks, job.skip_tokens)
-        return operations.load(client, held, view, job.first_page)
+        view = kv.view(job.first_page - job.base, job.blocks, job.skip_tokens)
+        return operations.load(client, held, view, job.first_page - job.base)
 
     def _send(self, answer: bool) -> None:
         self._next(lambda operation: operation.send(answer))
@@ -124,7 +124,7 @@ class Loading:
             self._step = go(self._operation)
         except StopIteration as end:
             loaded: operations.Loaded = end.value
-            self.pages = loaded.pages
+            self.pages = self.job.base + loaded.pages
             self._tiers = loaded.tiers
             if self._counts and self._kv is not None and self._client is not None:
                 operations.count_loaded(self._client, loaded, self._kv.page_tokens)

@@ -26,6 +26,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Text that stands for these weights and no others, instead of a digest of the checkpoint's files."""
     save_decode: bool = True
     """Store KV of generated tokens too, in whole chunks."""
+    lazy_offload: bool = False
+    """Store KV not when it has been computed, but shortly before the engine gives its blocks to others: little is in
+    two memories, and other engines find it only then."""
+    lazy_losses: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.01
+    """With `lazy_offload`, the most of the engine's steps that may take blocks before they are stored; the fewer, the
+    more is stored ahead."""
     sync_load: Duration = 0.025
     """A hit in host memory that is copied in less time than this is loaded within the step that needs it; others while
     the engine goes on with other requests. 0 for never within a step."""

@@ -39,13 +39,16 @@ class Load:
     """Before this step's forward pass, which needs it; else in this step or later ones."""
     seconds: float
     """When it takes longer it is given up."""
+    base: int = 0
+    """The lease's first page."""
 
 
 @dataclass(frozen=True)
 class Save:
-    """Pages of a request that are complete when this step's forward pass is."""
+    """Pages that are complete when this step's forward pass is."""
 
     request: str
+    """Empty for pages of requests that may have ended."""
     number: int
     """Of the store, to join it."""
     first_page: int
@@ -108,10 +111,12 @@ class Report:
     """Of loads that had ended for the engine before their copies had."""
     computed: list[tuple[int, int, float]] = field(default_factory=list)
     """Steps of prefill on the first rank: tokens, tokens in front of them, seconds."""
+    gathered: list[tuple[int, float]] = field(default_factory=list)
+    """Copies out of blocks on the first rank: pages, seconds."""
 
     def __bool__(self) -> bool:
-        told = (self.facts, self.refused, self.loaded, self.failed, self.saved, self.unsaved, self.late, self.computed)
-        return any(told)
+        told = (self.facts, self.refused, self.loaded, self.failed, self.saved, self.unsaved, self.late)
+        return any(told) or any((self.computed, self.gathered))
 
     def __add__(self, other: Report) -> Report:
         refused = self.refused or other.refused
@@ -129,4 +134,5 @@ class Report:
             self.timings + other.timings,
             self.late + other.late,
             self.computed + other.computed,
+            self.gathered + other.gathered,
         )

@@ -64,6 +64,8 @@ class Tracked:
     """Tiers to load from and to store to."""
     hasher: PageHasher = field(init=False)
     held: Held | None = None
+    base: int = 0
+    """Pages in front of what is held, which the engine had itself."""
     held_at: float = 0.0
     missed_at: float | None = None
     """When it was last found that nothing can be had."""
@@ -71,8 +73,10 @@ class Tracked:
     asked_until: float = 0.0
     counted: bool = False
     """The node has counted its lookup."""
-    local: int = 0
+    hit: int = 0
     """Tokens that the engine had itself when it last asked."""
+    local: int = 0
+    """The same, when it was last told of more."""
     weighed: bool = False
     """It has been decided how much of what is held is loaded."""
     patience: float = 0.0
@@ -98,6 +102,11 @@ class Tracked:
         held, self.held = self.held, None
         if held is not None:
             client.release(held)
+
+    @property
+    def held_end(self) -> int:
+        """End of what is held, in pages from the prompt's start; 0 if nothing is."""
+        return 0 if self.held is None else self.base + self.held.pages
 
     @property
     def keys(self) -> list[bytes]:

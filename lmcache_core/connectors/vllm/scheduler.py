@@ -19,6 +19,7 @@ from typing import Any
 from lmcache_core.client import Client, Model, Storing
 from lmcache_core.connectors.vllm.counters import Counts
 from lmcache_core.connectors.vllm.events import BlockEvent, Follower, Names
+from lmcache_core.connectors.vllm.offloading import Memory, Offloading, Piece
 from lmcache_core.connectors.vllm.options import Options, RequestOptions
 from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step, Timing
 from lmcache_core.connectors.vllm.requests import EngineRequest, Marks, Tracked
@@ -43,6 +44,8 @@ class _Saving:
     first_page: int
     left: int
     """Ranks that have not ended it."""
+    piece: Piece | None = None
+    """What is stored, if late."""
 
 
 class SchedulerSide:
@@ -110,6 +113,25 @@ class SchedulerSide:
         """Steps with something to compute that have been planned and have not ended."""
         self._follow = follow
         self._follower: Follower | None = None
+        self._offloading: Offloading | None = None
+
+    def store_late(self, memory: Memory, step_tokens: int) -> None:
+        """Store nothing before the engine is about to give its blocks to others.
+
+        Args:
+            memory: Of an engine with one cache group.
+            step_tokens: Most tokens that a step computes.
+        """
+        self._offloading = Offloading(
+            memory,
+            self.counts,
+            losses=self._options.lazy_losses,
+            step_tokens=step_tokens,
+            page_tokens=self.page_tokens,
+            page_blocks=self._page_blocks[0],
+            chunk_pages=self._chunk_pages,
+            clock=self._clock,
+        )
 
     # What the engine asks
 
@@ -149,17 +171,18 @@ class SchedulerSide:
         """How many tokens can be loaded behind the first `local`, and whether while the engine goes on with others.
         None: ask again. May be asked any number of times; what was found is kept."""
         tracked = self._requests.get(request_id)
+        if tracked is not None:
+            tracked.hit = local
         if tracked is None or not tracked.load or tracked.loading or self._off:
             return 0, False
         if self._model is None:
             return self._without_facts(), False
         known = tracked.hash()
-        if (local + 1) >= known or not self._look(tracked):
+        if (local + 1) >= known or not self._look(tracked, local):
             return (None if tracked.asked is not None else 0), False
         if tracked.local != local or not tracked.weighed:
             self._weighing.weigh(self._model, tracked, local, may_wait=self._may_wait)
-        held = tracked.held
-        there = 0 if held is None else held.pages * self.page_tokens
+        there = tracked.held_end * self.page_tokens
         external = min(there, known - 1 if tracked.now else known) - local
         if external <= 0:
             tracked.let_go(self.client)
@@ -171,6 +194,9 @@ class SchedulerSide:
         """A request has blocks now; `external` tokens are to be loaded into them."""
         tracked = self._requests.get(request_id)
         held = None if tracked is None or tracked.loading else tracked.held
+        if tracked is not None and self._offloading is not None:
+            tracked.saved = 0  # what is in these blocks must be learned, whatever was in those that it had before
+            self._offloading.took(-(-(tracked.hit + external) // self.page_tokens))
         if external > 0 and held is None:
             self.break_promise(request_id, blocks, external)  # of which nothing is known any more
             return
@@ -183,7 +209,9 @@ class SchedulerSide:
         first = tracked.local // self.page_tokens
         pages = -(-(tracked.local + external) // self.page_tokens)
         tracked.loading = True
-        tracked.saved = held.pages
+        end = tracked.held_end
+        if self._offloading is None:
+            tracked.saved = end
         if self._follower is not None:
             self._follower.learn(tracked, pages)
         ids = self._blocks(blocks, first, pages)
@@ -191,13 +219,14 @@ class SchedulerSide:
         self._loads.append(
             Load(
                 request_id,
-                self.client.share(held) if pages == held.pages else 0,
+                self.client.share(held) if pages == end else 0,
                 first,
                 pages,
                 tracked.local - first * self.page_tokens,
                 ids,
                 tracked.now,
                 tracked.patience,
+                tracked.base,
             )
         )
 
@@ -243,6 +272,8 @@ class SchedulerSide:
                     except LMCacheError as error:  # a tier that isn't there, say: others go on
                         tracked.save = False
                         self._warn("store", f"KV of a request is not stored: {error}")
+        if self._offloading is not None and scheduled:
+            self._plan_late(step, self._offloading, scheduled, save=save)
         if not scheduled:
             self._pause()
         step.loads = self.take_loads()
@@ -262,6 +293,11 @@ class SchedulerSide:
             self._copied(timing)
         for tokens, context, seconds in report.computed:
             self._weighing.rates.computed(tokens, context, seconds)
+        if self._offloading is not None:
+            for pages, seconds in report.gathered:
+                self._offloading.gathered(pages, seconds)
+            if report.failed or report.lost:
+                self._doubt(self._offloading)
         for number, ranks in report.saved.items():
             saving = self._savings.get(number)
             if saving is not None:
@@ -302,6 +338,8 @@ class SchedulerSide:
             tracked.load = tracked.save = False
             if not tracked.loading:
                 tracked.let_go(self.client)
+        if self._offloading is not None:
+            self._offloading.clear()
         if self._namespace is not None:
             self._namespace = self._namespace.with_epoch(new_epoch())
             self._register()
@@ -350,10 +388,13 @@ class SchedulerSide:
             return 0
         return None
 
-    def _look(self, tracked: Tracked) -> bool:
+    def _look(self, tracked: Tracked, local: int) -> bool:
         """Hold what there is of a request. False if that is nothing, or not known yet: then something is `asked`."""
         now = self._clock()
-        if tracked.held is not None and now - tracked.held_at < self._renew:
+        base = 0
+        if self._offloading is not None:  # what the engine has itself need not be there
+            base = local // self.page_tokens // self._chunk_pages * self._chunk_pages
+        if tracked.held is not None and now - tracked.held_at < self._renew and tracked.base <= base:
             return True
         if tracked.missed_at is not None and now - tracked.missed_at < LOOK_AGAIN:
             return False
@@ -363,7 +404,7 @@ class SchedulerSide:
         first = tracked.asked is None
         most = None if tracked.most_tokens is None else tracked.most_tokens // self.page_tokens
         try:
-            held = self.client.hold(self._model, tracked.keys[:most], tracked.places, counted=not tracked.counted)
+            held = self.client.hold(self._model, tracked.keys[base:most], tracked.places, counted=not tracked.counted)
         except ConfigError as error:
             tracked.load = tracked.save = False
             self.refused(tracked.request.request_id, error)
@@ -379,7 +420,7 @@ class SchedulerSide:
             self.client.release(held)
             tracked.missed_at = now
             return False
-        tracked.held, tracked.held_at, tracked.weighed = held, now, False
+        tracked.held, tracked.base, tracked.held_at, tracked.weighed = held, base, now, False
         return True
 
     def _prefill(self, scheduled: Mapping[str, int]) -> tuple[int, int]:
@@ -396,6 +437,8 @@ class SchedulerSide:
         """A step has ended, whose workers may have something to tell."""
         self._in_flight = max(0, self._in_flight - 1)
         self._weighing.warmed()
+        if self._offloading is not None:
+            self._offloading.ended()
 
     def _pause(self) -> None:
         """The engine computes nothing in this step: give those whom requests wait for a moment to run."""
@@ -452,6 +495,13 @@ class SchedulerSide:
         blocks = blocks_of(request.request_id)
         if blocks is None:
             return
+        if self._offloading is not None:
+            if self._follower is not None:
+                self._follower.learn(tracked, pages)
+            ids = self._blocks(blocks, first, pages)[0]
+            self._offloading.learn(tracked.keys, first, pages, ids, tracked.places)
+            tracked.saved = pages
+            return
         assert self._model is not None
         at = [each for each in stops(pages, self.page_tokens, self.client.retention_tokens) if each > first]
         if self._follower is not None:
@@ -468,6 +518,46 @@ class SchedulerSide:
         # Window groups store pages from any place of the prompt that is still in their blocks.
         start = min(room.part.first for room in storing.rooms)
         step.saves.append(Save(request.request_id, number, start, self._blocks(blocks, start, pages)))
+
+    def _plan_late(self, step: Step, offloading: Offloading, scheduled: Mapping[str, int], *, save: bool) -> None:
+        """Store what the engine may give up in the steps that follow."""
+        size = self.page_tokens
+        for request_id, tokens in scheduled.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                done = tracked.request.num_computed_tokens
+                offloading.took(-(-(done + tokens) // size) + -done // size)
+        if self._model is None or self._off or not save:
+            return
+        for piece in offloading.plan(self._lost):
+            try:
+                stored = self._store_late(step, self._model, piece)
+            except LMCacheError as error:  # a tier that isn't there, say
+                self._warn("store", f"KV of a request is not stored: {error}")
+                stored = False
+            if stored is not None:
+                (offloading.stored if stored else offloading.failed)(piece)
+
+    def _store_late(self, step: Step, model: Model, piece: Piece) -> bool | None:
+        """Whether a piece is stored already or cannot be; None if the workers store it behind this step. It is a run of
+        its own: what is in front of it comes later, since an engine gives up the ends of prompts first."""
+        keys = piece.keys[piece.first : piece.end]
+        storing = self.client.begin_store(model, keys, [len(keys)], 0, piece.places)
+        if storing.dropped:
+            self.counts["dropped_tokens", ""] += storing.dropped * self.page_tokens
+        if not storing.rooms:
+            self.client.finish_store(storing)
+            return not storing.dropped
+        number = self.client.share(storing)
+        self._savings[number] = _Saving(storing, "", 0, self._ranks, piece)
+        step.saves.append(Save("", number, 0, (piece.blocks,)))
+        return None
+
+    def _doubt(self, offloading: Offloading) -> None:
+        """Something was lost that steps have gone on from."""
+        offloading.doubt()
+        for tracked in self._requests.values():
+            tracked.saved = 0
 
     def _goes_on_from_nonsense(
         self, tracked: Tracked, tokens: int, blocks_of: Callable[[str], Sequence[Sequence[int]] | None]
@@ -488,6 +578,8 @@ class SchedulerSide:
         del self._savings[number]
         finished = self.client.finish_store(saving.storing)
         self.counts["stored_tokens", ""] += finished.pages // self._groups * self.page_tokens
+        if saving.piece is not None and self._offloading is not None:
+            (self._offloading.failed if worthless else self._offloading.stored)(saving.piece)
         tracked = self._requests.get(saving.request)
         if worthless and tracked is not None:
             tracked.saved = min(tracked.saved, saving.first_page)

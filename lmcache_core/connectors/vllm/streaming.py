@@ -183,11 +183,12 @@ class StreamedLoading(Loading):
     def _operate(self, client: Client, kv: EngineKV, held: Held) -> operations.Operation[operations.Loaded]:
         assert kv.streams is not None
         job = self.job
-        view = kv.view(job.first_page, job.blocks, job.skip_tokens)
+        first = job.first_page - job.base
+        view = kv.view(first, job.blocks, job.skip_tokens)
         self._handover = handover = _Handover(client, held, view, kv.streams, self._queue, together=self._layerwise)
         ended = False
         try:
-            loaded = yield from operations.load(handover, held, handover, job.first_page)
+            loaded = yield from operations.load(handover, held, handover, first)
             for load in handover.loads:
                 if not load.done.done():
                     yield operations.Wait(load.done, None)  # type: ignore[arg-type]
@@ -202,7 +203,7 @@ class StreamedLoading(Loading):
             return loaded
         if any(failed):
             self._warn("load", f"KV of a request could not be loaded: {next(filter(None, failed))}")
-        return operations.Loaded(min(job.first_page, loaded.pages), {}, 0, broken=True)
+        return operations.Loaded(min(first, loaded.pages), {}, 0, broken=True)
 
     def _release(self, client: Client, held: Held) -> None:
         handover = self._handover
@@ -265,6 +266,7 @@ class StepStore:
         client: Of the node.
         kv: The engine's.
         stored: Called, on another thread, with the numbers of the stores that have ended.
+        gathered: The same, with how many pages were copied, and in how many seconds.
         warn: Logs a line, at most one a kind and interval.
     """
 
@@ -273,11 +275,14 @@ class StepStore:
         client: Client,
         kv: EngineKV,
         stored: Callable[[Sequence[int]], object],
+        gathered: Callable[[tuple[int, float]], object],
         warn: Callable[[str, str], object],
     ) -> None:
         self._client = client
         self._kv = kv
         self._stored = stored
+        self._gathered = gathered
+        self._began = 0.0
         self._warn = warn
         self._storing: list[_Storing] = []
         self._store: LayerStore | None = None
@@ -315,12 +320,14 @@ class StepStore:
 
     def computed(self, layer: Layer) -> None:
         """The engine has computed a layer."""
+        self._began = self._began or time.perf_counter()
         if self._store is not None:
             self._store.computed(layer)
 
     def end(self, *, worthless: bool) -> None:
         """It has computed all of them, or nonsense: then this waits, so that it can be said at once."""
         self._worthless = worthless
+        self._began = self._began or time.perf_counter()
         if self._store is not None:
             self._store.end().add_done_callback(self._finish)
             if worthless:
@@ -336,6 +343,8 @@ class StepStore:
         failure = done.exception()
         if failure is not None:
             self._warn("save", f"KV of a request could not be stored: {failure}")
+        elif pages := sum(room.part.pages for each in self._storing for room in each.rooms):
+            self._gathered((pages, time.perf_counter() - self._began))
         try:
             self._give_back(filled=failure is None and not self._worthless)
         finally:

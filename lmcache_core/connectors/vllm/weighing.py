@@ -53,21 +53,21 @@ class Weighing:
         held = tracked.held
         assert held is not None
         tracked.local, tracked.weighed = local, True
-        first = local // self._page_tokens
+        first, base, end = local // self._page_tokens, tracked.base, tracked.held_end
         page_bytes = sum(group.page_bytes for group in model.namespace.groups)
-        in_pool = self._pages_in_pool(held)
-        tracked.now = may_wait and in_pool >= held.pages and self._soon(held.pages - first, page_bytes)
+        in_pool = base + self._pages_in_pool(held)
+        tracked.now = may_wait and in_pool >= end and self._soon(end - first, page_bytes)
         tracked.patience = self._options.load_timeout
         tracked.slow = {}
-        if in_pool >= held.pages:
+        if in_pool >= end:
             return
-        tiers = self._client.lookup(model, tracked.keys[: held.pages], tracked.places, quiet=True).tiers
+        tiers = self._client.lookup(model, tracked.keys[base:end], tracked.places, quiet=True).tiers
         slow = {tier: pages for tier, pages in tiers.items() if tier != POOL}
         # Of what is on slow tiers the engine may have a part itself.
         begin = max(first, in_pool)
-        part = min(1.0, (held.pages - begin) / max(1, sum(slow.values())))
+        part = min(1.0, (end - begin) / max(1, sum(slow.values())))
         tracked.slow = {tier: int(pages * part) for tier, pages in slow.items()}
-        compute = self.rates.prefill_seconds(begin * self._page_tokens, held.pages * self._page_tokens)
+        compute = self.rates.prefill_seconds(begin * self._page_tokens, end * self._page_tokens)
         if compute is None:
             return
         nbytes = {tier: pages * page_bytes for tier, pages in tracked.slow.items()}
@@ -80,17 +80,17 @@ class Weighing:
             tracked.patience = min(tracked.patience, compute)
         else:
             if not tracked.declined:  # however often it is asked for
-                declined = (held.pages - begin) * self._page_tokens
+                declined = (end - begin) * self._page_tokens
                 self._counts["declined_tokens", _most(nbytes)] += declined
             tracked.declined = True
-            self._warm(model, tracked, held.pages, nbytes)
+            self._warm(model, tracked, end, nbytes)
             tracked.let_go(self._client)
             if in_pool > first and len(model.namespace.groups) == 1:
                 tracked.slow = {}
-                less = self._client.hold(model, tracked.keys[:in_pool], tracked.places)
+                less = self._client.hold(model, tracked.keys[base:in_pool], tracked.places)
                 tracked.held, tracked.held_at, tracked.weighed = less, self._clock(), True
                 there = self._pages_in_pool(less) >= less.pages
-                tracked.now = may_wait and there and self._soon(less.pages - first, page_bytes)
+                tracked.now = may_wait and there and self._soon(tracked.held_end - first, page_bytes)
 
     def _as_node_tells(self, nbytes: Mapping[str, int]) -> float | None:
         """What loading so many bytes takes, where of some tiers this engine knows nothing yet and the node does: other
@@ -136,7 +136,7 @@ class Weighing:
         self._warming_since = self._clock()
         self._warming_bytes = sum(nbytes.values())
         self._warming_tier = _most(nbytes)
-        self._warming = self._client.prefetch(model, tracked.keys[:pages], tracked.places, POOL)
+        self._warming = self._client.prefetch(model, tracked.keys[tracked.base : pages], tracked.places, POOL)
 
     def warmed(self) -> None:
         """Learn from what has been brought to host memory meanwhile."""

@@ -79,6 +79,7 @@ class WorkerSide:
         """Of stores that are made on streams: those that have ended, and those that come to nothing."""
         self._late: deque[Timing] = deque()
         self._computed: deque[tuple[int, int, float]] = deque()
+        self._gathered: deque[tuple[int, float]] = deque()
         self._moment: Future[float] | None = None
         """When the device comes to this step."""
 
@@ -278,7 +279,7 @@ class WorkerSide:
             kv.streams.pin(memory)
         if not step.saves or not self._writes:
             return
-        storing = StepStore(client, kv, self._stored.extend, self._warn)
+        storing = StepStore(client, kv, self._stored.extend, self._gathered.append, self._warn)
         try:
             storing.begin(step.saves)
         except LMCacheError as error:
@@ -335,6 +336,7 @@ class WorkerSide:
         storing = None if client is None else client.join_store(job.number)
         if client is None or kv is None or storing is None:
             return
+        began, pages = self._clock(), 0
         try:
             view = kv.view(job.first_page, job.blocks)
             for room in storing.rooms:
@@ -342,8 +344,11 @@ class WorkerSide:
                 if view.has(part.group, part.first, part.pages):
                     view.gather(part.group, part.first, part.pages, room.target)
                     client.filled(room)
+                    pages += part.pages
         finally:
             client.finish_store(storing)
+            if pages:
+                self._gathered.append((pages, self._clock() - began))
 
     def ended(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended since this was last asked, not counting those within a step; and those of
@@ -373,6 +378,11 @@ class WorkerSide:
             self._report.late.append(self._late.popleft())
         while self._computed:
             self._report.computed.append(self._computed.popleft())
+        client = self._find_client()
+        while self._gathered:
+            gathered = self._gathered.popleft()
+            if client is not None and not client.shard:  # all ranks copy as much
+                self._report.gathered.append(gathered)
         report, self._report = self._report, Report()
         if not self._told and self._kv is not None:
             report.facts = self._kv.facts

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -148,13 +148,31 @@ class BlockPool:
                     self.free[block] = None
 
     def cache(self, block: int, name: tuple[int, int]) -> None:
-        if block != NULL and name not in self.cached and block not in self.name:
-            self.cached[name], self.name[block] = block, name
+        if block != NULL and block not in self.name:
+            self.name[block] = name
+            self.cached.setdefault(name, block)
 
     def forget(self, block: int) -> None:
         name = self.name.pop(block, None)
-        if name is not None:
+        if name is not None and self.cached[name] == block:
             del self.cached[name]
+            twin = next((each for each, other in self.name.items() if other == name), None)
+            if twin is not None:
+                self.cached[name] = twin
+
+
+class PoolMemory:
+    """What the engine tells of its blocks."""
+
+    def __init__(self, pool: BlockPool, blocks: int) -> None:
+        self.pool = pool
+        self.blocks = blocks
+
+    def free(self) -> Iterator[int]:
+        return iter(self.pool.free)
+
+    def content(self, block: int) -> object:
+        return self.pool.name.get(block)
 
 
 @dataclass
@@ -202,6 +220,7 @@ class Engine:
         """Whether workers are told when a step begins, and so learn how long it takes."""
         self.weights = 0
         self.pool = BlockPool(blocks)
+        self.told = PoolMemory(self.pool, blocks)
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []

@@ -175,7 +175,7 @@ def test_a_tier_that_hangs_costs_a_request_its_load_timeout_and_nobody_else_anyt
         engine.run()
         assert [warning.split(":")[0] for warning in world.warnings] == ["slow"]
         assert engine.done["b"] == engine.expected(prompt("abcd12"), 1)
-        assert (engine.loaded["b"], world.scheduler.idle) == (0, True)
+        assert engine.loaded["b"] == 0
         slow.release()
         world.at_rest()
 

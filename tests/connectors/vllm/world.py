@@ -312,6 +312,8 @@ def open_world(
             for rank in range(ranks)
         ]
         engine = Engine(scheduler, workers, layers, replicas=replicas, **more)
+        if chosen.lazy_offload:
+            scheduler.store_late(engine.told, engine.budget)
         world = World(engine, scheduler, workers, client, node, clock, worker_clock, warnings, spaces)
         note_spaces(world)
         yield world
