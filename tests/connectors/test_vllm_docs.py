@@ -28,7 +28,8 @@ def test_the_defaults_are_those_of_the_code(name: str, default: str, text: str) 
     if not default:
         assert plain in (None, "")
     elif struct is Options:
-        assert getattr(read_options({name: {"true": True}.get(default, default)}), name) == plain
+        written = float(default) if isinstance(plain, float) and default[-1].isdigit() else default
+        assert getattr(read_options({name: {"true": True, "false": False}.get(default, written)}), name) == plain
     else:
         assert getattr(read_request_options({"lmcache_core": {name: {"true": True}[default]}}), name) == plain
     assert text.endswith(".")
