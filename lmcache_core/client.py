@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lmcache_core.arguments import kind, shown
 from lmcache_core.errors import UsageError
 from lmcache_core.namespace import Namespace
+from lmcache_core.protocols import CopyBack, DirectChunk, ReadResult
 
 AHEAD = 8
 """Chunks that are read from tiers ahead of the one being copied."""
@@ -104,6 +105,50 @@ class Grant(NamedTuple):
     wait: Future[bool] | None = None
     offset: int = -1
     """Where in the pool `source` lies."""
+
+
+class PastHost(NamedTuple):
+    """Where a part can be read from into a device's memory, past the pool."""
+
+    tier: str
+    number: int
+    """Of the tier."""
+    chunk: DirectChunk
+    shard: int
+    pages: int
+    """From the chunk's first page on."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of them."""
+        return self.pages * self.chunk.page_bytes
+
+
+class DirectReading(NamedTuple):
+    """A read past the pool under way."""
+
+    answered: Future[bool]
+    """Whether it has ended in time; done at the deadline of the tier's reads at the latest."""
+    ended: Future[list[ReadResult]]
+    """Done when nothing writes to the device's memory any more, however late."""
+
+
+@runtime_checkable
+class ReadsPastHost(Protocol):
+    """What a client can do besides that is in the node's process."""
+
+    def past_host(self, held: Held, number: int) -> PastHost | None:
+        """Where part `number` of a lease can be read from past the pool. None if it is in the pool or on its way there,
+        or its tier cannot do that."""
+        ...
+
+    def read_past_host(self, found: PastHost, address: int, back: CopyBack) -> DirectReading:
+        """Read it to `address`. `DeviceDirect` says what `ended` holds, and it fails as that does.
+
+        Raises:
+            ClosedError: The node has been closed.
+        """
+        ...
 
 
 @dataclass(eq=False, slots=True)

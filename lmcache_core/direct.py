@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from typing import Any
 
 from lmcache_core.arguments import seconds
 from lmcache_core.client import (
     AHEAD,
     Boundary,
+    DirectReading,
     Finished,
     Grant,
     Held,
     Model,
     Part,
+    PastHost,
     Room,
     SpaceStats,
     Stats,
@@ -36,6 +39,7 @@ from lmcache_core.index.residency import CPU
 from lmcache_core.namespace import Namespace
 from lmcache_core.node import Node
 from lmcache_core.pins import Pins, Unpinned
+from lmcache_core.protocols import CopyBack, DirectChunk, DirectRead, ReadResult
 from lmcache_core.statistics import node_stats, space_stats
 
 PLANNED = 64
@@ -43,6 +47,24 @@ PLANNED = 64
 PAUSE = 0.0005
 """Seconds between the turns of a clear or a long store: the mutex is nobody's by right, and whoever has let go of it
 takes it again before one who waits for it is awake."""
+
+
+async def _answer(
+    read: Callable[[], Coroutine[Any, Any, list[ReadResult]]], ended: Future[list[ReadResult]], seconds: float
+) -> bool:
+    """Whether a read ends in time. It is told as `ended` when it does."""
+    task = asyncio.ensure_future(read())
+
+    def tell(task: asyncio.Task[list[ReadResult]]) -> None:
+        failure = CancelledError() if task.cancelled() else task.exception()
+        if failure is None:
+            ended.set_result(task.result())
+        else:
+            ended.set_exception(failure)
+
+    task.add_done_callback(tell)
+    done, _ = await asyncio.wait([task], timeout=seconds)
+    return bool(done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +251,33 @@ class DirectClient:
                 holding.tiers[number] = self.node.config.tiers[load.tier].name
                 grants.append(Grant(None, holding.tiers[number], reading(load)))
         return grants
+
+    def past_host(self, held: Held, number: int) -> PastHost | None:
+        """See `ReadsPastHost`."""
+        holding: Holding = held.handle
+        with self._guard.turn, self._guard.mutex:
+            index = self._guard.use()
+            if not holding.lease.active or number in holding.slots:
+                return None
+            piece = holding.lease.found.pieces[number]
+            entry = piece.entry
+            tier = index.source(entry)
+            if tier is None or self.node.past_host(tier.number) is None:
+                return None
+            form = entry.form
+            chunk = DirectChunk(entry.chunk_key, entry.pages, entry.parent, form.shards, form.page_bytes)
+            return PastHost(tier.rules.name, tier.number, chunk, holding.shard, piece.pages)
+
+    def read_past_host(self, found: PastHost, address: int, back: CopyBack) -> DirectReading:
+        """See `ReadsPastHost`."""
+        backend = self.node.past_host(found.number)
+        assert backend is not None
+        read = DirectRead(found.chunk, found.shard, 0, found.pages, address)
+        ended: Future[list[ReadResult]] = Future()
+        ended.set_running_or_notify_cancel()
+        deadline = self.node.config.tiers[found.number].read_timeout
+        answered = self.node.start(_answer(lambda: backend.read_direct([read], back), ended, deadline))
+        return DirectReading(answered, ended)
 
     def consume(self, held: Held, parts: int) -> None:
         """See `Client`."""

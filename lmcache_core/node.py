@@ -30,7 +30,7 @@ from lmcache_core.index.shares import OwnerKind, ShareRules
 from lmcache_core.namespace import Group, GroupKind, Namespace
 from lmcache_core.pins import KeptPins
 from lmcache_core.probe import Prober
-from lmcache_core.protocols import RemembersUse, Scannable, StorageBackend
+from lmcache_core.protocols import DeviceDirect, RemembersUse, Scannable, StorageBackend
 from lmcache_core.ratelog import RateLog
 from lmcache_core.reports import Reports
 from lmcache_core.runtime import Runtime
@@ -265,6 +265,12 @@ class Node:
         """Ask tiers that cannot be listed for the rest of a prompt, unless that was done just now. Called under the
         mutex. Returns what is done when the answer is there, None if there is nothing to wait for."""
         return self._prober.ask(spaces, keys, first_page, places)
+
+    def past_host(self, number: int) -> DeviceDirect | None:
+        """The backend of a tier, if it reads plain chunks into a device's memory."""
+        runner = self.runners[number]
+        backend = runner.backend
+        return backend if runner.plain and isinstance(backend, DeviceDirect) else None
 
     def start(self, work: Any) -> Future[Any]:
         """Run a coroutine on the node's event loop.

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from lmcache_core.protocols import KVView
 
-__all__ = ["Copying", "Layer", "LayerLoad", "LayerStore", "StreamingTransfer"]
+__all__ = ["Copying", "DeviceRoom", "DeviceRooms", "Layer", "LayerLoad", "LayerStore", "StreamingTransfer"]
 
 
 class Layer(NamedTuple):
@@ -73,6 +73,45 @@ class LayerStore(Protocol):
 
     def close(self) -> None:
         """Nobody asks any more. Copies go on."""
+        ...
+
+
+class DeviceRoom(Protocol):
+    """Memory of the device that bytes are read into which are copied to the engine from there."""
+
+    @property
+    def address(self) -> int:
+        """As the device knows it."""
+        ...
+
+    @property
+    def memory(self) -> memoryview:
+        """The same as a buffer of copies. It is never looked at on the host, which may not be able to."""
+        ...
+
+    def close(self) -> None:
+        """Give it back. Nothing reads or writes it any more."""
+        ...
+
+
+@runtime_checkable
+class DeviceRooms(Protocol):
+    """What a transfer has beside that whose device other than it can write to. From any thread."""
+
+    def room(self, nbytes: int) -> DeviceRoom:
+        """Memory of the device.
+
+        Raises:
+            LMCacheError: There is not so much.
+        """
+        ...
+
+    def copy_back(self, address: int, into: memoryview) -> None:
+        """Copy the device's memory to the host's, and wait for that.
+
+        Raises:
+            LMCacheError: The device failed.
+        """
         ...
 
 

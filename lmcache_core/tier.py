@@ -60,6 +60,8 @@ class TierRunner:
         self._remote = not isinstance(backend, Scannable)
         """Something on the way may damage all that it gives; a drive's damage is that of one chunk."""
         self.health = TierHealth(number, config, backend, events, faults, self._busy_at_all, self._stop_queues)
+        self.plain = recipe.plain
+        """Its chunks are stored as they are."""
         self.coder = TierCoder(config.name, recipe, framer, partial(events.counted, number), faults)
         self._events = events
         self._log = faults

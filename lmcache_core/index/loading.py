@@ -44,6 +44,12 @@ class Loading(Residency):
         self.out.append(Read(entry.load))
         return entry.load
 
+    def source(self, entry: Entry) -> TierState | None:
+        """Where a chunk would be read from that is neither in the pool nor on its way there; else None."""
+        if entry.slot is not None or entry.load is not None:
+            return None
+        return self._source(entry, self.readable)
+
     def _allocate_of_leased(self, entry: Entry) -> Slot | None:
         """Room for a chunk in place of what is leased: of a prompt larger than the pool the tail may lie there, and is
         read again when its turn comes."""

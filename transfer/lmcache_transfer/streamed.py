@@ -18,6 +18,7 @@ from lmcache_transfer.paged import Layer as LayerTensors
 from lmcache_transfer.paged import Layout, PagedLayout
 from lmcache_transfer.pinned import PinnedMemory
 from lmcache_transfer.pipeline import Move, Part, way_of
+from lmcache_transfer.rooms import Room, Rooms
 from lmcache_transfer.streams import Load, Store, StreamThread
 
 __all__ = ["StreamOptions", "StreamedKV", "StreamedTransfer", "StreamedView"]
@@ -42,7 +43,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class StreamedTransfer:
-    """Satisfies `Transfer` and `StreamingTransfer`.
+    """Satisfies `Transfer`, `StreamingTransfer` and `DeviceRooms`.
 
     Args:
         device: On which the engine's tensors are. Closed with this.
@@ -52,6 +53,7 @@ class StreamedTransfer:
     def __init__(self, device: Device, options: StreamOptions) -> None:
         self._device = device
         self._pinned = PinnedMemory(device)
+        self._rooms = Rooms(device)
         self._kernels: list[Kernels] = []
         self._closed = False
         self._staging = options.staging
@@ -113,6 +115,14 @@ class StreamedTransfer:
         """See `StreamingTransfer`."""
         return self.thread.moment()
 
+    def room(self, nbytes: int) -> Room:
+        """See `DeviceRooms`."""
+        return self._rooms.room(nbytes)
+
+    def copy_back(self, address: int, into: memoryview) -> None:
+        """See `DeviceRooms`."""
+        self._rooms.copy_back(address, into)
+
     def _jobs(self, copies: Sequence[Copying], *, loading: bool) -> list[tuple[int, Move]]:
         """A move for each request and group, of its parts one behind another."""
         together: dict[tuple[int, int], list[Copying]] = {}
@@ -136,6 +146,7 @@ class StreamedTransfer:
             return
         self._closed = True
         self.thread.close()
+        self._rooms.close()
         with self._device.entered():
             for kernels in self._kernels:
                 kernels.close()

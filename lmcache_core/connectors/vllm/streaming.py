@@ -17,9 +17,10 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from lmcache_core import operations
-from lmcache_core.client import Client, Grant, Held, Room, Storing
+from lmcache_core.client import Client, Grant, Held, ReadsPastHost, Room, Storing
 from lmcache_core.connectors.vllm.enginekv import EngineKV, RequestView
 from lmcache_core.connectors.vllm.loading import Loading
+from lmcache_core.connectors.vllm.pasthost import DeviceMemory, PastHostLoad
 from lmcache_core.connectors.vllm.plan import Load, Save, Timing
 from lmcache_core.errors import LMCacheError
 from lmcache_core.streaming import Copying, Layer, LayerLoad, LayerStore, StreamingTransfer
@@ -63,6 +64,7 @@ class _Handover:
         view: RequestView,
         streams: StreamingTransfer,
         queue: CopyQueue,
+        past_host: PastHostLoad | None,
         *,
         together: bool,
     ) -> None:
@@ -74,6 +76,7 @@ class _Handover:
         self._view = view
         self._streams = streams
         self._queue = queue
+        self._past_host = past_host
         self._together = together
         self._parts = 0
         self._nbytes = 0
@@ -81,7 +84,11 @@ class _Handover:
     def grant(self, held: Held, start: int, ahead: int) -> list[Grant]:
         if not self._together and (wait := self._queue.full()) is not None:
             return [Grant(None, "", wait)]
-        return self._client.grant(held, start, ahead)
+        past = self._past_host
+        if past is None:
+            return self._client.grant(held, start, ahead)
+        # Once parts come past the host, only those that must not are read through it.
+        return past.grants(start) or self._client.grant(held, start, 1 if past.begun else ahead)
 
     def count(self, name: str, label: str, amount: float = 1) -> None:
         if name not in ("copied_bytes", "copy_seconds"):  # counted when they have been copied
@@ -93,11 +100,14 @@ class _Handover:
 
     def consume(self, held: Held, parts: int) -> None:
         self._parts += parts
+        give = None if self._past_host is None else self._past_host.consumed(parts)
         if not self._together and self.copies:
-            self.under_way(self._streams.load(self.copies))
+            self.under_way(self._streams.load(self.copies), give)
+        elif give is not None:
+            give()  # it was there already
 
-    def under_way(self, load: LayerLoad) -> None:
-        """All that was handed over is being copied."""
+    def under_way(self, load: LayerLoad, give: Callable[[], None] | None = None) -> None:
+        """All that was handed over is being copied. Then `give` is called."""
         parts, nbytes, began = self._parts, self._nbytes, time.perf_counter()
         self._parts = self._nbytes = 0
         self.copies = []
@@ -105,6 +115,8 @@ class _Handover:
         self._queue.add(load, nbytes)
 
         def ended(done: Future[None]) -> None:
+            if give is not None:
+                give()
             with contextlib.suppress(LMCacheError):  # the node is gone, and with it whom this is for
                 self._client.consume(self._held, parts)
                 if done.exception() is None:
@@ -120,6 +132,7 @@ class StreamedLoading(Loading):
 
     Args:
         queue: Of all loads of this rank.
+        device: Where chunks are read past the host, if they are.
         late: Told of the timing of one whose copies went on after it had ended for the engine.
     """
 
@@ -135,10 +148,12 @@ class StreamedLoading(Loading):
         layerwise: bool,
         queue: CopyQueue,
         late: Callable[[Timing], object],
+        device: DeviceMemory | None = None,
     ) -> None:
         super().__init__(job, client, kv, warn, clock, counts=counts)
         self._layerwise = layerwise and job.now
         self._queue = queue
+        self._device = device
         self._late = late
         self._handover: _Handover | None = None
         self._open: tuple[Client, Held] | None = None
@@ -185,7 +200,12 @@ class StreamedLoading(Loading):
         job = self.job
         first = job.first_page - job.base
         view = kv.view(first, job.blocks, job.skip_tokens)
-        self._handover = handover = _Handover(client, held, view, kv.streams, self._queue, together=self._layerwise)
+        past = None
+        if self._device is not None and not self._layerwise and isinstance(client, ReadsPastHost):
+            past = PastHostLoad(self._device, client, held)
+        self._handover = handover = _Handover(
+            client, held, view, kv.streams, self._queue, past, together=self._layerwise
+        )
         ended = False
         try:
             loaded = yield from operations.load(handover, held, handover, first)
@@ -194,6 +214,8 @@ class StreamedLoading(Loading):
                     yield operations.Wait(load.done, None)  # type: ignore[arg-type]
             ended = all(load.done.done() for load in handover.loads)
         finally:
+            if past is not None:
+                past.close()
             for load in handover.loads:
                 if not ended:  # the engine may give the blocks to others, but not before the copies have ended
                     load.settle()

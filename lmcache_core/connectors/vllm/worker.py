@@ -12,13 +12,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from lmcache_core.client import Client
+from lmcache_core.client import Client, ReadsPastHost
 from lmcache_core.connectors.vllm.enginekv import EngineKV, Geometry
 from lmcache_core.connectors.vllm.loading import Loading
 from lmcache_core.connectors.vllm.options import Options
+from lmcache_core.connectors.vllm.pasthost import DeviceMemory
 from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step, Timing
 from lmcache_core.connectors.vllm.streaming import CopyQueue, StepLoad, StepStore, StreamedLoading
 from lmcache_core.errors import LMCacheError
+from lmcache_core.streaming import DeviceRooms
 
 __all__ = ["WorkerSide"]
 
@@ -68,6 +70,8 @@ class WorkerSide:
         self._spoilt = False
         """A load of this step has failed, and so its forward pass computes nonsense."""
         self._queue = CopyQueue()
+        self._device: DeviceMemory | None = None
+        """Where chunks are read past the host, if they are."""
         self._hooks = True
         """The engine tells when it comes to a layer."""
         self._step_load: StepLoad | None = None
@@ -96,10 +100,25 @@ class WorkerSide:
             options["streams"] = True
         if self._kv is not None:  # the engine has moved its cache
             self._let_go()
-            self._kv.close()
+            self._close_kv()
         self._kv = EngineKV(groups, device, backend=backend, isa=isa, options=options)
+        if self._options.past_host:
+            self._device = self._device_memory(self._kv)
         self._layerwise = self._kv.streams is not None and layerwise is not False
         self._told = False
+
+    def _device_memory(self, kv: EngineKV) -> DeviceMemory | None:
+        """Where chunks are read past the host."""
+        if isinstance(kv.streams, DeviceRooms):
+            return DeviceMemory(kv.streams)
+        self._warn("past host", "past_host is of no use: this engine's KV is not copied on streams of a device")
+        return None
+
+    def _close_kv(self) -> None:
+        if self._device is not None:
+            self._device.close()
+        if self._kv is not None:
+            self._kv.close()
 
     # The steps of the engine
 
@@ -181,8 +200,15 @@ class WorkerSide:
                 layerwise=self._layerwise,
                 queue=self._queue,
                 late=self._late.append,
+                device=self._device_for(client),
             )
         return Loading(job, client, self._kv, self._warn, self._clock, counts=counts)
+
+    def _device_for(self, client: Client | None) -> DeviceMemory | None:
+        if self._device is not None and client is not None and not isinstance(client, ReadsPastHost):
+            self._device = None
+            self._warn("past host", "past_host is of no use: the node is not in this process")
+        return self._device
 
     def _go_on(self, seconds: float, *, may_wait: bool) -> None:
         until = self._clock() + seconds
@@ -404,5 +430,4 @@ class WorkerSide:
             loading.fail()
         self._loads.clear()
         self._let_go()
-        if self._kv is not None:
-            self._kv.close()
+        self._close_kv()

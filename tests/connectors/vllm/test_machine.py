@@ -16,7 +16,7 @@ from hypothesis.errors import Flaky
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from lmcache_core.client import Client
-from lmcache_core.connectors.vllm import enginekv
+from lmcache_core.connectors.vllm import enginekv, pasthost
 from lmcache_core.connectors.vllm.offloading import Offloading
 from lmcache_core.connectors.vllm.plan import Load, Step
 from lmcache_core.connectors.vllm.requests import Marks, Tracked
@@ -25,10 +25,11 @@ from lmcache_core.connectors.vllm.worker import WorkerSide
 from lmcache_core.direct import DirectClient
 from lmcache_core.errors import LayoutError
 from lmcache_core.keys import PageHasher
+from lmcache_core.protocols import CopyBack, DirectRead, DirectWrite, ReadResult, WriteResult
 from lmcache_core.wrappers import Corrupting, Faulty, Slow, randomly
-from tests.connectors.vllm import test_offloading, test_worker
-from tests.connectors.vllm.world import PAGE_TOKENS, World, open_world, prompt
-from tests.node.shelf import Shelf
+from tests.connectors.vllm import test_offloading, test_pasthost, test_worker
+from tests.connectors.vllm.world import PAGE_TOKENS, World, bare, open_world, prompt
+from tests.node.directshelf import DirectShelf
 
 # Prompts that share beginnings, end inside pages and chunks, and fork inside and between them.
 PROMPTS = ["ab12", "abcd", "abcde1", "abxy12", "abcdefg1234", "b1", "bcd", "1", "abcdxy", "ac1bd", "abcdefghij12"]
@@ -53,6 +54,7 @@ class ConnectorMachine(RuleBasedStateMachine):
     GROUPS: ClassVar[Sequence[str]] = ("f", "f", "k", "o", "p")
     RANKS: ClassVar[Sequence[tuple[int, int]]] = ((1, 1),)
     LATE: ClassVar[bool] = False
+    PAST_HOST: ClassVar[bool] = False
 
     @initialize(
         group=st.integers(0, 99),
@@ -68,8 +70,9 @@ class ConnectorMachine(RuleBasedStateMachine):
         self, group: int, ranks: int, blocks: int, budget: int, slots: int, sync: bool, local: bool, measured: bool
     ) -> None:
         self.stack = ExitStack()
-        self.faulty = Faulty(Corrupting(Shelf(), probability=0.2, seed=group), randomly(0.3, seed=group))
-        self.slow = Slow(self.faulty)
+        self.shelf = DirectShelf(["miss", "corrupt", "raise"], probability=0.3, seed=group)
+        self.faulty = Faulty(Corrupting(self.shelf, probability=0.2, seed=group), randomly(0.3, seed=group))
+        self.slow = SlowToo(self.faulty) if self.PAST_HOST else Slow(self.faulty)
         self.faulty.active = False
         groups = self.GROUPS[group % len(self.GROUPS)]
         size, replicas = self.RANKS[ranks % len(self.RANKS)]
@@ -82,7 +85,8 @@ class ConnectorMachine(RuleBasedStateMachine):
                 blocks=blocks * len(groups) if groups != "p" else blocks // 2,
                 budget=budget,
                 slots=slots,
-                options={"sync_load": 1e9 if sync else 0.0, "load_timeout": 5.0, "lazy_offload": self.LATE},
+                options={"sync_load": 1e9 if sync else 0.0, "load_timeout": 5.0, "lazy_offload": self.LATE}
+                | ({"past_host": True, "layerwise": True} if self.PAST_HOST else {}),
                 tiers=[{"read_timeout": 0.05}],
             )
         )
@@ -207,6 +211,26 @@ class LateMachine(ConnectorMachine):
     LATE = True
 
 
+class SlowToo(Slow):
+    """Has what the shelf has for devices."""
+
+    async def read_direct(self, reads: Sequence[DirectRead], back: CopyBack) -> list[ReadResult]:
+        shelf: DirectShelf = bare(self)
+        return await shelf.read_direct(reads, back)
+
+    async def write_direct(self, writes: Sequence[DirectWrite], back: CopyBack) -> list[WriteResult]:
+        shelf: DirectShelf = bare(self)
+        return await shelf.write_direct(writes, back)
+
+
+class PastHostMachine(ConnectorMachine):
+    """What lies on the tier is read past the pool, unless that goes wrong."""
+
+    GROUPS = ("f", "fw", "k")
+    RANKS = ((1, 1), (2, 1), (2, 2))
+    PAST_HOST = True
+
+
 class HybridMachine(ConnectorMachine):
     """Several cache groups."""
 
@@ -231,7 +255,7 @@ FEW = settings(
 MANY = settings(FEW, max_examples=120, report_multiple_bugs=False)
 
 
-@pytest.mark.parametrize("machine", [ConnectorMachine, LateMachine, HybridMachine, RanksMachine])
+@pytest.mark.parametrize("machine", [ConnectorMachine, LateMachine, PastHostMachine, HybridMachine, RanksMachine])
 def test_nothing_is_wrong_in_any_order_of_events(machine: type[ConnectorMachine]) -> None:
     run_state_machine_as_test(machine, settings=FEW)
 
@@ -377,6 +401,33 @@ def a_step_that_went_wrong_is_stored_late(patch: pytest.MonkeyPatch) -> None:
 def a_hit_behind_the_engine_s_own_is_taken_for_one_from_the_start(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tracked, "held_end", property(lambda self: self.held.pages if self.held else 0))
     change_loads(patch, lambda job: replace(job, base=0))
+
+
+@bug(PastHostMachine)
+def what_is_no_hit_is_taken_for_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pasthost.Reading, "hit", property(lambda self: True, lambda self, hit: None), raising=False)
+
+
+@bug(PastHostMachine)
+def a_part_is_taken_for_the_one_in_front_of_it(patch: pytest.MonkeyPatch) -> None:
+    before = DirectClient.past_host
+    patch.setattr(DirectClient, "past_host", lambda self, held, number: before(self, held, max(0, number - 1)))
+
+
+@bug(test_pasthost.test_a_read_that_is_given_up_writes_where_nobody_is)
+def memory_is_used_again_while_it_may_be_written_to(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pasthost.Reading, "give_to", lambda self, memory: memory.give(self.taken))
+
+
+@bug(test_pasthost.test_memory_is_used_again_when_it_has_been_copied_from)
+def memory_is_used_again_while_it_may_be_copied_from(patch: pytest.MonkeyPatch) -> None:
+    before = pasthost.PastHostLoad.consumed
+
+    def consumed(self: pasthost.PastHostLoad, parts: int) -> Callable[[], None]:
+        before(self, parts)()
+        return lambda: None
+
+    patch.setattr(pasthost.PastHostLoad, "consumed", consumed)
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -1,0 +1,199 @@
+"""Loads past host memory: chunks go from a tier that can do that to the device, and are copied to blocks from there.
+
+Memory of the device for that is taken once and used again. What a read that was given up may still write to is kept out
+of use until the read has ended, however late. Whatever cannot be read like this is read through host memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from lmcache_core.client import AHEAD, DirectReading, Grant, Held, PastHost, ReadsPastHost
+from lmcache_core.errors import LMCacheError
+from lmcache_core.protocols import ReadResult
+from lmcache_core.streaming import DeviceRoom, DeviceRooms
+
+__all__ = ["DeviceMemory", "PastHostLoad"]
+
+MOST = 256 << 20
+"""Bytes of the device's memory."""
+
+
+class DeviceMemory:
+    """Rooms on a device, of one size after some time: that of a chunk.
+
+    Args:
+        device: Whose they are.
+        most: Bytes of all of them.
+    """
+
+    def __init__(self, device: DeviceRooms, most: int = MOST) -> None:
+        self._device = device
+        self._most = most
+        self._lock = threading.Lock()
+        self._unused: list[tuple[int, DeviceRoom]] = []
+        self._size = 0
+        self._taken = 0
+        """Bytes of all rooms, those in use too."""
+        self._late = 0
+        """Reads that were given up and have not ended."""
+        self._closed = False
+
+    def take(self, nbytes: int) -> tuple[int, DeviceRoom] | None:
+        """A room of at least so many bytes; None if there is none now, or somebody waits for a medium that hangs."""
+        with self._lock:
+            if self._late:
+                return None
+            self._size = max(self._size, nbytes)
+            while self._unused:
+                size, room = self._unused.pop()
+                if size >= nbytes:
+                    return size, room
+                self._taken -= size
+                room.close()
+            if self._closed or self._taken + self._size > self._most:
+                return None
+            size = self._size
+            try:
+                room = self._device.room(size)
+            except LMCacheError:  # it has no more; what there is must do
+                self._most = self._taken
+                return None
+            self._taken += size
+            return size, room
+
+    def give(self, taken: tuple[int, DeviceRoom]) -> None:
+        """Nothing reads or writes a room any more."""
+        with self._lock:
+            if not self._closed:  # else its device is gone
+                self._unused.append(taken)
+
+    def late(self, ended: Future[list[ReadResult]], taken: tuple[int, DeviceRoom]) -> None:
+        """A read is no longer waited for. Until it has ended nothing else is read like this: through host memory a tier
+        that hangs costs its deadline once."""
+        with self._lock:
+            self._late += 1
+
+        def end(_: Future[list[ReadResult]]) -> None:
+            with self._lock:
+                self._late -= 1
+            self.give(taken)
+
+        ended.add_done_callback(end)
+
+    def copy_back(self, address: int, into: memoryview) -> None:
+        """A `CopyBack`."""
+        self._device.copy_back(address, into)
+
+    def close(self) -> None:
+        """Free what is not in use. What is stays: a read that is under way writes to it."""
+        with self._lock:
+            self._closed = True
+            for _, room in self._unused:
+                room.close()
+            self._unused.clear()
+
+
+class Reading:
+    """A part on its way to the device."""
+
+    def __init__(self, found: PastHost, taken: tuple[int, DeviceRoom], read: DirectReading) -> None:
+        self.found = found
+        self.taken = taken
+        self.answered: Future[bool] = Future()
+        """Done when it is known whether there is a hit: then ask again."""
+        self.answered.set_running_or_notify_cancel()
+        self._ended = read.ended
+        read.answered.add_done_callback(lambda _: self.answered.set_result(True))
+
+    @property
+    def hit(self) -> bool:
+        """Whether the bytes are there."""
+        ended = self._ended
+        return ended.done() and ended.exception() is None and ended.result() == [ReadResult.HIT]
+
+    def give_to(self, memory: DeviceMemory) -> None:
+        """Give the room back when the read has ended."""
+        if self._ended.done():
+            memory.give(self.taken)
+        else:
+            memory.late(self._ended, self.taken)
+
+    @property
+    def memory(self) -> memoryview:
+        """What was read."""
+        return self.taken[1].memory[: self.found.nbytes]
+
+
+class PastHostLoad:
+    """Parts of one lease that are read past the host. Called by one thread.
+
+    Args:
+        memory: Where to.
+        client: Of the node.
+        held: The lease.
+    """
+
+    def __init__(self, memory: DeviceMemory, client: ReadsPastHost, held: Held) -> None:
+        self._memory = memory
+        self._client = client
+        self._held = held
+        self._readings: dict[int, Reading] = {}
+        self._failed: set[int] = set()
+        """Parts that can't be read like this."""
+        self._done = 0
+        self.begun = False
+        """It has read something."""
+
+    def grants(self, start: int) -> list[Grant]:
+        """As `Client.grant`: parts from `start` on that are on the device, or when to ask again. None of them if part
+        `start` is to be had otherwise."""
+        for number in range(start, min(start + AHEAD, len(self._held.parts))):
+            if number not in self._readings and number not in self._failed and not self._begin(number):
+                break
+        reading = self._readings.get(start)
+        if reading is not None and not reading.answered.done():
+            return [Grant(None, reading.found.tier, reading.answered)]
+        granted: list[Grant] = []
+        while reading is not None and reading.hit:
+            granted.append(Grant(reading.memory, reading.found.tier))
+            reading = self._readings.get(start + len(granted))
+        if not granted and start in self._readings:
+            self._failed.add(start)
+            self._readings.pop(start).give_to(self._memory)
+        return granted
+
+    def _begin(self, number: int) -> bool:
+        found = self._client.past_host(self._held, number)
+        taken = None if found is None else self._memory.take(found.nbytes)
+        if found is None or taken is None:
+            return False
+        try:
+            read = self._client.read_past_host(found, taken[1].address, self._memory.copy_back)
+        except LMCacheError:
+            self._memory.give(taken)
+            raise
+        self._readings[number] = Reading(found, taken, read)
+        self.begun = True
+        return True
+
+    def consumed(self, parts: int) -> Callable[[], None]:
+        """The next `parts` parts are being copied from where they are. What is returned gives that back, to be called
+        when they have been."""
+        numbers = range(self._done, self._done + parts)
+        self._done += parts
+        used = [self._readings.pop(number).taken for number in numbers if number in self._readings]
+
+        def give() -> None:
+            for taken in used:
+                self._memory.give(taken)
+
+        return give
+
+    def close(self) -> None:
+        """Nothing more is asked for. What is still being read is given back when that has ended."""
+        for reading in self._readings.values():
+            reading.give_to(self._memory)
+        self._readings.clear()

@@ -1,0 +1,267 @@
+"""Loads past host memory: from a tier to the device, and from there to blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from lmcache_core.connectors.vllm import pasthost
+from lmcache_core.direct import DirectClient
+from lmcache_core.index import POOL
+from tests.connectors.vllm.world import World, open_world, prompt
+from tests.node.directshelf import DirectShelf
+from tests.node.kv import until
+from tests.node.shelf import Shelf
+
+PAST = {"past_host": True, "layerwise": True, "sync_load": 0.0}
+
+
+def in_pool(world: World) -> int:
+    with world.node.guard.mutex:
+        return sum(bool(entry.where & POOL) for space in world.index.spaces.values() for entry in space.chunks.values())
+
+
+def calls(shelf: Shelf, verb: str) -> int:
+    return sum(count for name, count in shelf.calls if name == verb)
+
+
+@pytest.mark.parametrize("groups", ["f", "k", "p", "fw"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_hit_comes_past_the_pool(groups: str, ranks: int) -> None:
+    shelf = DirectShelf()
+    with open_world(shelf, groups=groups, ranks=ranks, options=PAST, blocks=200) as world:
+        world.generate("a", prompt("abcde12"))
+        world.forget("cpu")
+        assert in_pool(world) == 0
+        assert world.generate("b", prompt("abcde12")) == 80
+        assert calls(shelf, "read") == 0
+        assert calls(shelf, "read_direct") >= 3 * ranks
+        assert in_pool(world) <= 1, "but for what the second one has stored"
+        assert DirectClient(world.node).stats().counts["retrieved_tokens"]["t0"] == 80
+        world.at_rest()
+
+
+def test_what_the_engine_has_itself_is_left_alone() -> None:
+    with open_world(DirectShelf(), options=PAST, blocks=200) as world:
+        world.generate("a", prompt("abcd"))
+        world.engine.forget()
+        world.generate("head", prompt("ab1"))
+        DirectClient(world.node).clear(None, ["cpu"])
+        assert world.generate("b", prompt("abcd12")) == 64 - 32
+        world.at_rest()
+
+
+@pytest.mark.parametrize("fault", ["miss", "corrupt", "raise"])
+def test_what_cannot_be_had_like_this_is_read_through_the_host(fault: str) -> None:
+    shelf = DirectShelf([fault], probability=0.5, seed=1)
+    with open_world(shelf, options=PAST, blocks=200) as world:
+        world.generate("a", prompt("abcdefgh12"))
+        world.forget("cpu")
+        assert world.generate("b", prompt("abcdefgh12")) == 128
+        assert 0 < calls(shelf, "read") < calls(shelf, "read_direct")
+        world.at_rest()
+
+
+def hanging(world: World, shelf: DirectShelf, hang: bool) -> None:
+    async def switch() -> None:
+        shelf.gate.clear() if hang else shelf.gate.set()
+
+    asyncio.run_coroutine_threadsafe(switch(), world.node._loop.loop).result(5)  # type: ignore[attr-defined]
+
+
+def test_a_read_that_is_given_up_writes_where_nobody_is() -> None:
+    """There is memory for one chunk: while a read that was given up may still write there, it is nobody's."""
+    shelf = DirectShelf()
+    with open_world(shelf, options=PAST | {"load_timeout": 1.0}, blocks=200) as world:
+        world.generate("a", prompt("ab12"))
+        world.generate("c", prompt("cd12"))
+        world.forget("cpu")
+        device = world.workers[0]._device
+        assert device is not None
+        for size, room in device._unused:
+            room.close()
+            device._taken -= size
+        device._unused.clear()
+        device._most = 1 << 11
+        hanging(world, shelf, True)
+        engine = world.engine
+        engine.add("b", prompt("ab12"))
+        engine.step()
+        until(lambda: len(shelf.arrived) == 1, 5.0)
+        assert device.take(1) is None, "all of it is in use"
+        world.worker_clock.now += 1.1
+        engine.run()
+        assert engine.done["b"] == engine.expected(prompt("ab12"), 1)
+        assert engine.loaded["b"] == 0
+        assert device.take(1) is None, "the read has not ended"
+        assert world.generate("d", prompt("cd12")) == 32
+        assert calls(shelf, "read") == 1, "through the host"
+        hanging(world, shelf, False)
+        until(lambda: bool(device._unused), 5.0)
+        assert shelf.ended == 1
+        taken = device.take(1)
+        assert taken is not None
+        assert taken[1].address == shelf.arrived[0], "now it can be used again"
+        device.give(taken)
+        world.at_rest()
+
+
+def test_a_medium_that_hangs_costs_its_deadline_once() -> None:
+    shelf = DirectShelf()
+    with open_world(shelf, options=PAST, blocks=200, tiers=[{"read_timeout": 0.05}]) as world:
+        world.generate("a", prompt("ab12"))
+        world.generate("c", prompt("cdef12"))
+        world.forget("cpu")
+        hanging(world, shelf, True)
+        assert world.generate("b", prompt("ab12")) == 32, "through the host"
+        assert world.generate("d", prompt("cdef12")) == 64
+        assert calls(shelf, "read_direct") == len(shelf.arrived) == 1
+        hanging(world, shelf, False)
+        device = world.workers[0]._device
+        assert device is not None
+        until(lambda: not device._late, 5.0)
+        world.forget("cpu")
+        assert world.generate("e", prompt("cdef12")) == 64
+        assert calls(shelf, "read_direct") == 3
+        world.at_rest()
+
+
+def test_memory_is_used_again_when_it_has_been_copied_from() -> None:
+    """The device is slow: what is copied to blocks is under way for long after it was handed over."""
+    with open_world(DirectShelf(), options=PAST, blocks=200) as world:
+        world.generate("a", prompt("abcd12"))
+        world.forget("cpu")
+        device = world.workers[0]._device
+        kv = world.workers[0]._kv
+        assert device is not None
+        assert kv is not None
+        assert kv.streams is not None
+        loads: list[Any] = []
+        gate = threading.Event()
+        before = kv.streams.load
+
+        def load(copies: Any, order: Any = ()) -> Any:
+            kv.streams.thread.put(gate.wait)  # type: ignore[union-attr]
+            loads.append(before(copies, order))
+            return loads[-1]
+
+        kv.streams.load = load  # type: ignore[method-assign]
+        world.engine.add("b", prompt("abcd12"))
+        for _ in range(100):
+            world.engine.step()
+            if loads:
+                break
+        in_use = device._taken - sum(size for size, _ in device._unused)
+        gate.set()
+        assert in_use >= 2048, "until the blocks have it"
+        world.engine.run()
+        assert world.engine.loaded["b"] == 64
+        world.settle()
+        until(lambda: sum(size for size, _ in device._unused) == device._taken, 5.0)
+        world.at_rest()
+
+
+def test_a_request_that_is_aborted_meanwhile_leaves_nothing_behind() -> None:
+    shelf = DirectShelf()
+    with open_world(shelf, options=PAST, blocks=200) as world:
+        world.generate("a", prompt("abcdef12"))
+        world.forget("cpu")
+        hanging(world, shelf, True)
+        world.engine.add("b", prompt("abcdef12"))
+        world.engine.step()
+        until(lambda: len(shelf.arrived) == 3, 5.0)
+        world.engine.abort("b")
+        world.engine.add("c", prompt("xyz"))
+        for _ in range(3):
+            world.engine.step()
+        hanging(world, shelf, False)
+        world.engine.run()
+        assert world.engine.done["c"] == world.engine.expected(prompt("xyz"), 1)
+        world.at_rest()
+        device = world.workers[0]._device
+        assert device is not None
+        until(lambda: sum(size for size, _ in device._unused) == device._taken, 5.0)
+
+
+def test_a_worker_ends_while_a_read_is_under_way() -> None:
+    shelf = DirectShelf()
+    with open_world(shelf, options=PAST, blocks=200) as world:
+        world.generate("a", prompt("ab12"))
+        world.forget("cpu")
+        hanging(world, shelf, True)
+        world.engine.add("b", prompt("ab12"))
+        world.engine.step()
+        until(lambda: len(shelf.arrived) == 1, 5.0)
+        world.workers[0].close()
+        hanging(world, shelf, False)
+        until(lambda: shelf.ended == 1, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "socket", "why"),
+    [
+        ({"past_host": True}, False, "is not copied on streams of a device"),
+        ({"past_host": True, "layerwise": True}, True, "the node is not in this process"),
+    ],
+)
+def test_where_it_is_of_no_use_that_is_said(options: dict[str, Any], socket: bool, why: str, tmp_path: Any) -> None:
+    with open_world(
+        DirectShelf(), options={"sync_load": 0.0} | options, socket=tmp_path if socket else None, blocks=200
+    ) as world:
+        world.generate("a", prompt("ab12"))
+        world.forget("cpu")
+        assert world.generate("b", prompt("ab12")) == 32
+        assert [each for each in world.warnings if why in each]
+        world.at_rest()
+
+
+# Memory of a device
+
+
+class Rooms:
+    """Rooms that are numbers."""
+
+    def __init__(self) -> None:
+        self.open: list[int] = []
+        self.made = 0
+
+    def room(self, nbytes: int) -> Any:
+        self.made += 1
+        number, rooms = self.made, self
+
+        class Room:
+            address = number
+            memory = memoryview(bytes(nbytes))
+
+            def close(self) -> None:
+                rooms.open.remove(number)
+
+        self.open.append(number)
+        return Room()
+
+    def copy_back(self, address: int, into: memoryview) -> None:
+        raise AssertionError
+
+
+def test_rooms_are_used_again_and_bounded() -> None:
+    rooms = Rooms()
+    memory = pasthost.DeviceMemory(rooms, most=100)
+    first, second = memory.take(40), memory.take(30)
+    assert first is not None
+    assert second is not None
+    assert second[0] == 40, "all of one size"
+    assert memory.take(10) is None
+    memory.give(first)
+    assert memory.take(40) == first
+    memory.give(first)
+    memory.give(second)
+    larger = memory.take(90)
+    assert larger is not None
+    assert rooms.open == [3], "those that are too small make room"
+    memory.close()
+    memory.give(larger)
+    assert rooms.open == [3], "it may still be written to"
+    assert memory.take(1) is None

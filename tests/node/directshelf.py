@@ -1,0 +1,78 @@
+"""A tier for tests that reads into a device's memory too, which is the host's here."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import random
+from collections.abc import Sequence
+
+from lmcache_core.errors import BackendError, FrameError
+from lmcache_core.frame import shape, verify
+from lmcache_core.protocols import CopyBack, DirectRead, DirectWrite, ReadResult, WriteResult
+from tests.node.shelf import Shelf
+
+
+class DirectShelf(Shelf):
+    """See the module. What a read leaves in memory that is no hit is garbage.
+
+    Args:
+        faults: Of those of them that a read has some of: `miss`, `corrupt`, `raise`.
+        probability: Of a fault, in each read.
+    """
+
+    def __init__(self, faults: Sequence[str] = (), *, probability: float = 1.0, seed: int = 0) -> None:
+        super().__init__()
+        self.faults = faults
+        self.probability = probability
+        self.rng = random.Random(seed)
+        self.gate = asyncio.Event()
+        """Reads wait for it before they write anything."""
+        self.gate.set()
+        self.arrived: list[int] = []
+        """Addresses that reads which have begun will write to."""
+        self.ended = 0
+
+    async def read_direct(self, reads: Sequence[DirectRead], back: CopyBack) -> list[ReadResult]:
+        self._call("read_direct", len(reads))
+        results = []
+        for read in reads:
+            self.arrived.append(read.address)
+            await self.gate.wait()
+            try:
+                results.append(self._read(read, back))
+            finally:
+                self.ended += 1
+        return results
+
+    def _read(self, read: DirectRead, back: CopyBack) -> ReadResult:
+        chunk = read.chunk
+        nbytes = read.pages * chunk.page_bytes
+        fault = self.rng.choice(self.faults) if self.faults and self.rng.random() < self.probability else ""
+        found = self.values.get(chunk.key)
+        if fault or found is None:
+            ctypes.memmove(read.address, self.rng.randbytes(nbytes), nbytes)
+        if fault == "raise":
+            raise BackendError("the device could not be written to")
+        if found is None or fault == "miss":
+            return ReadResult.MISS
+        form = shape(len(chunk.pages), chunk.shards, chunk.page_bytes)
+        try:
+            verify(memoryview(found[1]), form, chunk.key.space, chunk.parent, chunk.pages)
+        except FrameError:
+            fault = "corrupt"
+        if fault == "corrupt":
+            return ReadResult.CORRUPT
+        start = form.header_bytes + read.shard * form.shard_bytes + read.first * chunk.page_bytes
+        wanted = found[1][start : start + nbytes]
+        ctypes.memmove(read.address, wanted, nbytes)
+        seen = bytearray(nbytes)
+        try:
+            back(read.address, memoryview(seen))
+        except Exception as error:  # it is the caller's, and may raise anything
+            raise BackendError(f"the device's memory cannot be copied back: {error}") from error
+        assert seen == wanted
+        return ReadResult.HIT
+
+    async def write_direct(self, writes: Sequence[DirectWrite], back: CopyBack) -> list[WriteResult]:
+        raise BackendError("nobody writes like this")
