@@ -327,8 +327,11 @@ class Client(Protocol):
         at: Sequence[int] = (),
         first_page: int = 0,
         places: Sequence[str] | None = None,
+        *,
+        prompt_pages: int = 0,
     ) -> Storing:
-        """Reserve room for what a prompt lacks; `at` are boundaries in pages at which a later prompt can stop."""
+        """Reserve room for what a prompt lacks; `at` are boundaries in pages at which a later prompt can stop. Keys may
+        be a run of a prompt that has `prompt_pages`, if that is more."""
         ...
 
     def filled(self, room: Room) -> None:

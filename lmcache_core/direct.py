@@ -315,11 +315,13 @@ class DirectClient:
         at: Sequence[int] = (),
         first_page: int = 0,
         places: Sequence[str] | None = None,
+        *,
+        prompt_pages: int = 0,
     ) -> Storing:
         """See `Client`."""
         check_keys(keys)
         spaces, mask, shard = _spaces(model), self._mask(places), self._shard(model.namespace.shards)
-        mask &= ~self._too_short_for(len(keys) * model.namespace.page_tokens)
+        mask &= ~self._too_short_for(max(len(keys), prompt_pages) * model.namespace.page_tokens)
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
             plan = index.plan_store(spaces, keys, at, first_page, mask, PLANNED, self.tenant)

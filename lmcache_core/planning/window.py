@@ -18,7 +18,7 @@ An object without I/O, time or locks: who has it shows it the engine's free page
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -74,9 +74,9 @@ class OffloadWindow(Generic[P]):
         """Pages that have been copied or given up and are in the window, and those that are being copied."""
         return len(self._safe) + len(self._under_way)
 
-    def __contains__(self, page: P) -> bool:
-        """Whether a page is in the window and there is nothing left to do for it."""
-        return page in self._safe
+    def __iter__(self) -> Iterator[P]:
+        """Its pages, the next to be taken first."""
+        return iter(self._window)
 
     def look(self, free: Iterable[P]) -> None:
         """The engine's free pages, the one that it takes next first. Only `size` of them are looked at. What has been
@@ -100,9 +100,21 @@ class OffloadWindow(Generic[P]):
         """A copy could not be made. The page may be taken without: what was in it is computed again."""
         self._end(page)
 
-    def _end(self, page: P) -> bool:
+    def withdraw(self, page: P) -> None:
+        """A page that was offered is not copied now."""
+        self._check(page)
+        self._under_way.remove(page)
+
+    def forget(self, pages: Iterable[P]) -> None:
+        """These are to be copied after all, if they are in the window: what was done is undone."""
+        self._safe.difference_update(pages)
+
+    def _check(self, page: P) -> None:
         if page not in self._under_way:
             raise UsageError(f"page {page!r} is not being copied")
+
+    def _end(self, page: P) -> bool:
+        self._check(page)
         self._under_way.remove(page)
         if page in self._window:
             self._safe.add(page)

@@ -311,11 +311,15 @@ class RemoteClient:
         at: Sequence[int] = (),
         first_page: int = 0,
         places: Sequence[str] | None = None,
+        *,
+        prompt_pages: int = 0,
     ) -> Storing:
         """See `Client`."""
 
         def ask(link: Link) -> Storing:
-            request = wire.BeginStore(self._number(link, model), _joined(keys), tuple(at), first_page, _names(places))
+            request = wire.BeginStore(
+                self._number(link, model), _joined(keys), tuple(at), first_page, _names(places), prompt_pages
+            )
             return _storing(link, link.call(request, wire.Rooms))
 
         check_keys(keys)

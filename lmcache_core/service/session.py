@@ -353,8 +353,11 @@ class Session:
             raise UsageError(f"a prompt of {len(keys)} pages has no page {request.first_page}")
         if any(not 0 < page <= len(keys) for page in request.at) or sorted(set(request.at)) != list(request.at):
             raise UsageError(f"boundaries of a prompt of {len(keys)} pages lie in it, ascending")
+        if request.prompt_pages < 0:
+            raise UsageError(f"a prompt has no {request.prompt_pages} pages")
+        model = self._model(request.model)
         storing = self._client.begin_store(
-            self._model(request.model), keys, request.at, request.first_page, request.places
+            model, keys, request.at, request.first_page, request.places, prompt_pages=request.prompt_pages
         )
         return self._opened(number, storing)
 

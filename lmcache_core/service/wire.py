@@ -20,7 +20,7 @@ import msgspec
 from lmcache_core.errors import LMCacheError, UsageError
 from lmcache_core.namespace import Namespace
 
-VERSION = 3
+VERSION = 4
 MOST_BYTES = 16 << 20
 """Length of the longest message: the keys of half a million pages."""
 KEY_BYTES = 32
@@ -112,6 +112,7 @@ class BeginStore(_Message, tag=7):
     at: tuple[int, ...]
     first_page: int
     places: tuple[str, ...] | None
+    prompt_pages: int
 
 
 class Filled(_Message, tag=8):

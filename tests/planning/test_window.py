@@ -74,10 +74,22 @@ def test_a_page_that_cannot_be_copied_holds_nobody_up() -> None:
     window.offer(2)
     window.failed(0)
     assert window.ready == 1
-    assert (0 in window, 1 in window) == (True, False)
     assert window.offer(2) == [], "it is not tried again and again"
     window.failed(1)
     assert window.ready == 2
+
+
+def test_what_is_withdrawn_or_forgotten_is_offered_again() -> None:
+    window = window_of(3, free=3)
+    assert window.offer(3) == [0, 1, 2]
+    window.withdraw(1)
+    window.copied(0)
+    window.failed(2)
+    assert (window.ready, window.duplicates) == (1, 2)
+    assert window.offer(9) == [1]
+    window.copied(1)
+    window.forget([2, 7])
+    assert (window.ready, window.offer(9), list(window)) == (2, [2], [0, 1, 2])
 
 
 def test_a_window_changes_its_size() -> None:
@@ -103,6 +115,8 @@ def test_what_cannot_be_meant_is_refused() -> None:
             window.copied(page)
         with pytest.raises(UsageError, match=f"page {page} is not being copied"):
             window.failed(page)
+        with pytest.raises(UsageError, match=f"page {page} is not being copied"):
+            window.withdraw(page)
     window.offer(1)
     window.copied(0)
     with pytest.raises(UsageError, match="page 0 is not being copied"):

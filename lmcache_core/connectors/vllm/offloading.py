@@ -1,10 +1,10 @@
 """KV that is stored late: not when it has been computed, but before the engine gives its blocks to others.
 
 What an engine has computed it keeps for a while and finds again itself. Stored at once, all of that is in two memories;
-stored just before it goes, little is. Here is known what is in which blocks, chunk by chunk, and in each step the
-engine's free blocks are looked at, the one that it takes next first: chunks with a block within a window of them are
-stored. The window follows from measured rates and from how much may be lost, see `lmcache_core.planning`. Where so few
-are free that a request which ends may be overtaken by one that takes its blocks, all is stored as it is computed.
+stored just before it goes, little is. Here is known what is in which blocks, chunk by chunk, and the engine's free
+blocks are looked at, the one that it takes next first: chunks with a block within a window of them are stored. The
+window follows from measured rates and from how much may be lost, see `lmcache_core.planning`. Where so few are free
+that a request which ends may be overtaken by one that takes its blocks, all is stored as it is computed.
 
 What is in a block is as the engine has it: a chunk is stored as long as its blocks hold what the engine would find
 again in them. An engine does not wait for a store. What it takes before is lost, and counted.
@@ -13,6 +13,7 @@ again in them. An engine does not wait for a store. What it takes before is lost
 from __future__ import annotations
 
 import math
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
@@ -30,8 +31,10 @@ LATEST = 64
 """Steps, or copies, that count for a rate."""
 LONG = 4096
 """Steps in which the most that one of them has taken is forgotten: prompts come after many steps that take little."""
+MOST = 32
+"""Bursts in a window: more are looked at in no time that would be worth it. Where no window is enough, four."""
 EVERY = 32
-"""Steps after which the window's size is chosen anew."""
+"""Steps after which the window's size is chosen anew, and after which what could not be stored is tried again."""
 
 
 class Memory(Protocol):
@@ -54,27 +57,36 @@ class Piece:
     """A chunk, or the beginning of one, in blocks of the engine."""
 
     keys: Sequence[bytes]
-    """Of the prompt's pages, up to `end` at least."""
+    """Of its pages."""
     first: int
-    end: int
-    """Pages `[first, end)`."""
+    """Of the prompt's pages, its first."""
     blocks: tuple[int, ...]
     contents: tuple[Any, ...]
     places: Sequence[str] | None
     """Tiers that it is stored to."""
     step: int
     """When it was learned of last."""
-    saved: bool = False
+    epoch: int
+    """How often all had been forgotten by then."""
 
     @property
     def key(self) -> bytes:
         """That of its last page, which stands for all in front of it too."""
-        return self.keys[self.end - 1]
+        return self.keys[-1]
 
     @property
     def pages(self) -> int:
         """How many."""
-        return self.end - self.first
+        return len(self.keys)
+
+    @property
+    def end(self) -> int:
+        """Of the prompt's pages, where it ends."""
+        return self.first + len(self.keys)
+
+    def begins(self, other: Piece) -> bool:
+        """Whether all of it is the beginning of another."""
+        return self.first == other.first and self.pages <= other.pages and other.keys[self.pages - 1] == self.key
 
 
 class Rate:
@@ -127,11 +139,10 @@ class Offloading:
         self._page_blocks = page_blocks
         self._chunk_pages = chunk_pages
         self._clock = clock
-        self._pieces: dict[bytes, Piece] = {}
-        """By the key of their last page, those learned of last at the end."""
-        self._by_block: dict[int, dict[bytes, int]] = {}
-        """Of each block, pieces with it and its place in each."""
-        self._window: OffloadWindow[bytes] = OffloadWindow(1)
+        self._fewest = max(1, -(-step_tokens // page_tokens))
+        """Pages that a step may take, whatever steps have taken so far."""
+        self._epoch = 0
+        self._clear()
         self._steps = 0
         self._in_flight = 0
         self._since = 0.0
@@ -140,15 +151,34 @@ class Offloading:
         self._taken = Rate()
         self._copied = Rate()
         self._taken_now = 0
-        self._fewest = max(1, -(-step_tokens // page_tokens))
-        """Pages that a step may take, whatever steps have taken so far."""
         self._burst = float(self._fewest)
         self._blocks = 1
         """Size of the window."""
 
+    def _clear(self) -> None:
+        self._pieces: dict[bytes, Piece] = {}
+        """By the key of their last page."""
+        self._by_block: dict[int, dict[bytes, int]] = {}
+        """Of each block, pieces with it and its place in each."""
+        self._stored: OrderedDict[bytes, None] = OrderedDict()
+        """Keys of pieces that have been stored, as many as there are blocks."""
+        self._new: dict[bytes, None] = {}
+        """Of pieces that have been learned of, and are neither stored nor being stored."""
+        self._early: set[bytes] = set()
+        """Of pieces that are being stored while their blocks are in use."""
+        self._refused: deque[tuple[int, bytes]] = deque()
+        """Those that could not be stored, and from which step on they are tried again."""
+        self._window: OffloadWindow[bytes] = OffloadWindow(1)
+        self._waiting = False
+        """There may be something in the window to store."""
+        self._short = False
+        """Fewer blocks are free than must be ready."""
+        self._ahead = 0
+        """Blocks that can be taken before the free ones must be looked at again."""
+
     @property
     def blocks(self) -> int:
-        """Free blocks that are looked at."""
+        """Free blocks that are kept ready."""
         return self._blocks
 
     # What is where
@@ -156,24 +186,25 @@ class Offloading:
     def learn(
         self, keys: Sequence[bytes], first: int, end: int, blocks: Sequence[int], places: Sequence[str] | None
     ) -> None:
-        """Pages `[first, end)` of a prompt will be in these blocks when this step has ended; `first` begins a chunk."""
+        """Pages `[first, end)` of a prompt will be in these blocks when this step has ended; `first` begins a chunk.
+        `keys` are those of the prompt."""
         for start in range(first, end, self._chunk_pages):
             stop = min(start + self._chunk_pages, end)
             ids = tuple(blocks[(start - first) * self._page_blocks : (stop - first) * self._page_blocks])
             contents = tuple(self._memory.content(block) for block in ids)
             known = next((number for number, each in enumerate(contents) if each is None), len(ids))
-            stop = start + known // self._page_blocks
-            if stop > start:
-                size = (stop - start) * self._page_blocks
-                self._add(Piece(keys, start, stop, ids[:size], contents[:size], places, self._steps))
+            pages = known // self._page_blocks
+            if pages:
+                mine, size = tuple(keys[start : start + pages]), pages * self._page_blocks
+                self._add(Piece(mine, start, ids[:size], contents[:size], places, self._steps, self._epoch))
 
     def _add(self, piece: Piece) -> None:
         key = piece.key
         old = self._pieces.get(key)
-        piece.saved = key in self._window or (old is not None and old.saved)
         if old is not None:
             self._drop(old)
         self._pieces[key] = piece
+        self._new[key] = None
         for place, block in enumerate(piece.blocks):
             self._by_block.setdefault(block, {})[key] = place
         for block, content in zip(piece.blocks, piece.contents, strict=True):
@@ -183,37 +214,39 @@ class Offloading:
                     continue
                 if other.contents[place] != content:
                     self._lose(other)
-                elif other.first == piece.first and other.end < piece.end:
-                    self._drop(other)  # the same, and less of it
+                elif other.begins(piece):
+                    self._drop(other)
 
     def _drop(self, piece: Piece) -> None:
-        del self._pieces[piece.key]
+        key = piece.key
+        del self._pieces[key]
+        self._new.pop(key, None)
         for block in piece.blocks:
             there = self._by_block[block]
-            del there[piece.key]
+            del there[key]
             if not there:
                 del self._by_block[block]
 
     def _lose(self, piece: Piece) -> None:
         """Its blocks hold something else."""
         self._drop(piece)
-        if piece.saved:
+        if piece.key in self._stored:
             return
         left = self._left(piece)
         self._counts["lost_tokens", ""] += (piece.pages - left) * self._page_tokens
-        if left and not self._part_of_another(piece, left):
-            size, end = left * self._page_blocks, piece.first + left
-            blocks, contents = piece.blocks[:size], piece.contents[:size]
-            self._add(Piece(piece.keys, piece.first, end, blocks, contents, piece.places, piece.step))
-
-    def _part_of_another(self, piece: Piece, pages: int) -> bool:
-        """Whether the first pages of a piece begin another one, too."""
-        others = (self._pieces[key] for key in self._by_block.get(piece.blocks[0], ()))
-        end = piece.first + pages
-        return any(
-            each.first == piece.first and each.end >= end and each.keys[end - 1] == piece.keys[end - 1]
-            for each in others
-        )
+        if left:
+            size = left * self._page_blocks
+            rest = Piece(
+                piece.keys[:left],
+                piece.first,
+                piece.blocks[:size],
+                piece.contents[:size],
+                piece.places,
+                piece.step,
+                piece.epoch,
+            )
+            if not any(rest.begins(self._pieces[key]) for key in self._by_block.get(rest.blocks[0], ())):
+                self._add(rest)
 
     def _left(self, piece: Piece) -> int:
         """Pages from its start on that are still in their blocks."""
@@ -231,16 +264,16 @@ class Offloading:
                 self._drop(piece)
 
     def clear(self) -> None:
-        """Forget all."""
-        self._pieces.clear()
-        self._by_block.clear()
+        """Forget all. What is being stored is told of as before, and of no account any more."""
+        self._epoch += 1
+        self._clear()
 
     # How fast
 
-    def took(self, pages: int) -> None:
-        """The engine has taken so many pages for the step that is being planned, whatever for: also for a request that
-        uses again what is in them."""
-        self._taken_now += pages
+    def took(self, pages: int, *, hits: int = 0) -> None:
+        """The engine has taken so many pages for the step that is being planned, and uses `hits` again. Of the latter
+        not all count: they are seldom next in turn."""
+        self._taken_now += pages + min(hits, self._fewest)
 
     def ended(self) -> None:
         """A step has ended."""
@@ -258,22 +291,21 @@ class Offloading:
         self._copied.add(pages, seconds)
 
     def _choose_size(self) -> None:
-        """Blocks that must be looked at so that no more is lost than may be: whole bursts of what a step takes."""
+        """Blocks that must be ready so that no more is lost than may be: whole bursts of what a step takes."""
         burst = max(1, math.ceil(self._burst))
         taken, copied = self._taken.value, self._copied.value
-        pages: int | None = 2 * burst
+        pages = 2 * burst
         if taken is not None and copied is not None:
-            pages = smallest_window(taken, copied, self._losses, burst=burst, waits=False)
-        least = burst * self._page_blocks
-        most = max(least, self._memory.blocks // 2)
-        self._blocks = most if pages is None else min(max(least, pages * self._page_blocks), most)
+            pages = smallest_window(taken, copied, self._losses, burst=burst, waits=False) or 4 * burst
+        pages = min(max(burst, pages), MOST * burst)
+        self._blocks = min(pages * self._page_blocks, max(burst * self._page_blocks, self._memory.blocks // 2))
 
     def _most_pages(self) -> int:
         """Pages that may be copied in one step: what can be in a part of its time, and at least as many as a step
-        takes, which is what storing at once would copy."""
+        computes, which is what storing at once would copy."""
         steps, copied = self._busy.value, self._copied.value
         in_time = 0 if steps is None or copied is None else int(SHARE * copied / steps)
-        return max(self._chunk_pages, math.ceil(self._burst), in_time)
+        return max(self._chunk_pages, self._fewest, in_time)
 
     # What is stored
 
@@ -290,38 +322,100 @@ class Offloading:
         self._burst = max(float(self._taken_now), float(self._fewest), self._burst * (1 - 1 / LONG))
         if self._steps % EVERY == 1 or self._burst * self._page_blocks > self._blocks:
             self._choose_size()
-        self._look()
-        pieces: list[Piece] = []
-        room = self._most_pages()
-        while room > 0 and (offered := self._window.offer(1)):
-            (key,) = offered
-            piece = self._pieces[key]
-            if self._left(piece) < piece.pages or not nonsense.isdisjoint(piece.blocks):
-                self._window.failed(key)
-                self._lose(piece)  # what is left of it is another piece, which the next step finds
-                continue
-            room -= piece.pages
-            pieces.append(piece)
+        self._ahead -= self._taken_now * self._page_blocks
+        if self._refused and self._refused[0][0] <= self._steps:
+            self._try_again()
+        if self._ahead <= 0:
+            self._look()
+        pieces = self._next_taken(nonsense) if self._waiting else []
+        if self._short:
+            pieces += self._in_use(self._most_pages() - sum(piece.pages for piece in pieces), nonsense)
         return pieces
 
     def _look(self) -> None:
-        """Look at pieces with a block among those that the engine takes next. If it has fewer free ones than the window
-        looks at, any request that ends gives it some that may be taken before the next step is planned: then all pieces
-        are looked at, first those that have been there longest."""
-        there = list(islice(self._memory.free(), self._blocks))
-        pieces = dict.fromkeys(key for block in there for key in self._by_block.get(block, ()))
-        if len(there) < self._blocks:
-            pieces |= dict.fromkeys(self._pieces)
-        self._window.size = max(self._blocks, len(pieces))
-        self._window.look(pieces)
+        """Look at pieces with a block among those that the engine takes next: at twice as many as must be ready, so
+        that it need not be done in every step."""
+        there = list(islice(self._memory.free(), 2 * self._blocks))
+        self._window.size = 2 * self._blocks
+        self._window.look(dict.fromkeys(key for block in there for key in self._by_block.get(block, ())))
+        self._waiting = True
+        self._short = len(there) < self._blocks
+        self._ahead = len(there) if self._short else len(there) - self._blocks
+
+    def _next_taken(self, nonsense: Set[int]) -> list[Piece]:
+        """What is to be stored of the window."""
+        room = self._most_pages()
+        pieces: list[Piece] = []
+        offered = self._window.offer(room)
+        self._waiting = len(offered) == room
+        for key in offered:
+            if room <= 0 or key in self._early:
+                self._window.withdraw(key)
+                self._waiting = True
+            elif piece := self._checked(key, nonsense):
+                room -= piece.pages
+                pieces.append(piece)
+            else:
+                self._window.failed(key)
+        return pieces
+
+    def _in_use(self, room: int, nonsense: Set[int]) -> list[Piece]:
+        """What is to be stored of all others: a request that ends gives the engine blocks that it may take before the
+        next step is planned."""
+        pieces: list[Piece] = []
+        for key in list(islice(self._new, max(0, room))):
+            if room <= 0:
+                break
+            if piece := self._checked(key, nonsense):
+                self._early.add(key)
+                room -= piece.pages
+                pieces.append(piece)
+        return pieces
+
+    def _checked(self, key: bytes, nonsense: Set[int]) -> Piece | None:
+        """A piece that is stored now, if it is what it was."""
+        piece = self._pieces.get(key)
+        if piece is None:
+            return None
+        if not nonsense.isdisjoint(piece.blocks):
+            self._drop(piece)
+            return None
+        if self._left(piece) < piece.pages:
+            self._lose(piece)  # what is left of it is another piece, which is looked at with the others
+            self._ahead = 0
+            return None
+        self._new.pop(key, None)
+        return piece
+
+    def _try_again(self) -> None:
+        keys = []
+        while self._refused and self._refused[0][0] <= self._steps:
+            keys.append(self._refused.popleft()[1])
+        self._window.forget(keys)
+        self._waiting = True
+        self._new |= {key: None for key in keys if key in self._pieces and key not in self._early}
 
     def stored(self, piece: Piece) -> None:
         """A piece is in the node's memory."""
-        self._window.copied(piece.key)
-        there = self._pieces.get(piece.key)
-        if there is not None:
-            there.saved = True
+        if self._ended(piece, self._window.copied):
+            self._new.pop(piece.key, None)
+            self._stored[piece.key] = None
+            self._stored.move_to_end(piece.key)
+            if len(self._stored) > self._memory.blocks:
+                self._stored.popitem(last=False)
 
     def failed(self, piece: Piece) -> None:
-        """A piece could not be stored. It is not tried again before it has been used."""
-        self._window.failed(piece.key)
+        """A piece could not be stored. It is tried again after some steps."""
+        if self._ended(piece, self._window.failed):
+            self._new.pop(piece.key, None)
+            self._refused.append((self._steps + EVERY, piece.key))
+
+    def _ended(self, piece: Piece, tell: Callable[[bytes], object]) -> bool:
+        """Whether what has ended is of any account."""
+        if piece.epoch != self._epoch:
+            return False
+        if piece.key in self._early:
+            self._early.remove(piece.key)
+        else:
+            tell(piece.key)
+        return True

@@ -69,6 +69,8 @@ class Tracked:
     held_at: float = 0.0
     missed_at: float | None = None
     """When it was last found that nothing can be had."""
+    missed_base: int = 0
+    """From which page on."""
     asked: Future[Any] | None = None
     asked_until: float = 0.0
     counted: bool = False

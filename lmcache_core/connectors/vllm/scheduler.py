@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -186,7 +186,7 @@ class SchedulerSide:
         external = min(there, known - 1 if tracked.now else known) - local
         if external <= 0:
             tracked.let_go(self.client)
-            tracked.missed_at = self._clock()
+            tracked.missed_at, tracked.missed_base = self._clock(), tracked.base
             return 0, False
         return external, not tracked.now
 
@@ -196,7 +196,8 @@ class SchedulerSide:
         held = None if tracked is None or tracked.loading else tracked.held
         if tracked is not None and self._offloading is not None:
             tracked.saved = 0  # what is in these blocks must be learned, whatever was in those that it had before
-            self._offloading.took(-(-(tracked.hit + external) // self.page_tokens))
+            hits = -(-tracked.hit // self.page_tokens)
+            self._offloading.took(-(-external // self.page_tokens), hits=hits)
         if external > 0 and held is None:
             self.break_promise(request_id, blocks, external)  # of which nothing is known any more
             return
@@ -396,7 +397,7 @@ class SchedulerSide:
             base = local // self.page_tokens // self._chunk_pages * self._chunk_pages
         if tracked.held is not None and now - tracked.held_at < self._renew and tracked.base <= base:
             return True
-        if tracked.missed_at is not None and now - tracked.missed_at < LOOK_AGAIN:
+        if tracked.missed_at is not None and now - tracked.missed_at < LOOK_AGAIN and tracked.missed_base <= base:
             return False
         if tracked.asked is not None and not tracked.asked.done() and now < tracked.asked_until:
             return False
@@ -418,7 +419,7 @@ class SchedulerSide:
         tracked.asked = None
         if not held.pages:
             self.client.release(held)
-            tracked.missed_at = now
+            tracked.missed_at, tracked.missed_base = now, base
             return False
         tracked.held, tracked.base, tracked.held_at, tracked.weighed = held, base, now, False
         return True
@@ -529,22 +530,23 @@ class SchedulerSide:
                 offloading.took(-(-(done + tokens) // size) + -done // size)
         if self._model is None or self._off or not save:
             return
-        for piece in offloading.plan(self._lost):
-            try:
-                stored = self._store_late(step, self._model, piece)
-            except LMCacheError as error:  # a tier that isn't there, say
-                self._warn("store", f"KV of a request is not stored: {error}")
-                stored = False
-            if stored is not None:
-                (offloading.stored if stored else offloading.failed)(piece)
+        pieces = deque(offloading.plan(self._lost))
+        try:
+            while pieces:
+                stored = self._store_late(step, self._model, pieces[0])
+                piece = pieces.popleft()
+                if stored is not None:
+                    (offloading.stored if stored else offloading.failed)(piece)
+        except LMCacheError as error:  # a tier that isn't there, say
+            self._warn("store", f"KV of a request is not stored: {error}")
+        finally:
+            for piece in pieces:
+                offloading.failed(piece)
 
     def _store_late(self, step: Step, model: Model, piece: Piece) -> bool | None:
         """Whether a piece is stored already or cannot be; None if the workers store it behind this step. It is a run of
         its own: what is in front of it comes later, since an engine gives up the ends of prompts first."""
-        keys = piece.keys[piece.first : piece.end]
-        storing = self.client.begin_store(model, keys, [len(keys)], 0, piece.places)
-        if storing.dropped:
-            self.counts["dropped_tokens", ""] += storing.dropped * self.page_tokens
+        storing = self.client.begin_store(model, piece.keys, [piece.pages], 0, piece.places, prompt_pages=piece.end)
         if not storing.rooms:
             self.client.finish_store(storing)
             return not storing.dropped
@@ -579,7 +581,8 @@ class SchedulerSide:
         finished = self.client.finish_store(saving.storing)
         self.counts["stored_tokens", ""] += finished.pages // self._groups * self.page_tokens
         if saving.piece is not None and self._offloading is not None:
-            (self._offloading.failed if worthless else self._offloading.stored)(saving.piece)
+            good = finished.pages and not worthless
+            (self._offloading.stored if good else self._offloading.failed)(saving.piece)
         tracked = self._requests.get(saving.request)
         if worthless and tracked is not None:
             tracked.saved = min(tracked.saved, saving.first_page)
