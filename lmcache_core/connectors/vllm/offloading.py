@@ -23,7 +23,7 @@ from lmcache_core.connectors.vllm.counters import Counts
 from lmcache_core.planning.stalls import smallest_window
 from lmcache_core.planning.window import OffloadWindow
 
-__all__ = ["Memory", "Offloading", "Piece", "Rate"]
+__all__ = ["Memory", "Offloading", "Piece", "Rate", "runs"]
 
 SHARE = 0.5
 """Of the time of a step, for which stores of free blocks may copy."""
@@ -56,8 +56,10 @@ class Memory(Protocol):
 class Piece:
     """A chunk, or the beginning of one, in blocks of the engine."""
 
-    keys: Sequence[bytes]
+    keys: tuple[bytes, ...]
     """Of its pages."""
+    parent: bytes
+    """Key of the page in front of it; empty at the start of a prompt."""
     first: int
     """Of the prompt's pages, its first."""
     blocks: tuple[int, ...]
@@ -195,14 +197,20 @@ class Offloading:
             known = next((number for number, each in enumerate(contents) if each is None), len(ids))
             pages = known // self._page_blocks
             if pages:
-                mine, size = tuple(keys[start : start + pages]), pages * self._page_blocks
-                self._add(Piece(mine, start, ids[:size], contents[:size], places, self._steps, self._epoch))
+                mine, parent = tuple(keys[start : start + pages]), keys[start - 1] if start else b""
+                size = pages * self._page_blocks
+                self._add(Piece(mine, parent, start, ids[:size], contents[:size], places, self._steps, self._epoch))
 
     def _add(self, piece: Piece) -> None:
         key = piece.key
         old = self._pieces.get(key)
         if old is not None:
+            piece.places = _all_of(old.places, piece.places)
             self._drop(old)
+            # It was used again: what there is of it in the node may have gone meanwhile.
+            self._window.forget([key])
+            self._stored.pop(key, None)
+            self._waiting = True
         self._pieces[key] = piece
         self._new[key] = None
         for place, block in enumerate(piece.blocks):
@@ -238,6 +246,7 @@ class Offloading:
             size = left * self._page_blocks
             rest = Piece(
                 piece.keys[:left],
+                piece.parent,
                 piece.first,
                 piece.blocks[:size],
                 piece.contents[:size],
@@ -419,3 +428,32 @@ class Offloading:
         else:
             tell(piece.key)
         return True
+
+
+def _all_of(some: Sequence[str] | None, others: Sequence[str] | None) -> Sequence[str] | None:
+    """Tiers that are in either; None is all of them."""
+    return None if some is None or others is None else list(dict.fromkeys([*some, *others]))
+
+
+def runs(pieces: Sequence[Piece], chunk_pages: int) -> list[list[Piece]]:
+    """Pieces that follow each other in one prompt together, each run from its start on: they are stored at once."""
+    behind: dict[bytes, Piece] = {}
+    for piece in pieces:
+        if piece.parent:
+            behind.setdefault(piece.parent, piece)
+    followers = set()
+    for piece in pieces:
+        follower = behind.get(piece.key)
+        if follower is not None and piece.pages == chunk_pages and follower.places == piece.places:
+            followers.add(follower.key)
+    found = []
+    for piece in pieces:
+        if piece.key in followers:
+            continue
+        run = [piece]
+        while (follower := behind.get(run[-1].key)) is not None and follower.key in followers:
+            if run[-1].pages != chunk_pages or follower.places != piece.places:
+                break
+            run.append(follower)
+        found.append(run)
+    return found

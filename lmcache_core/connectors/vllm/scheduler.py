@@ -19,7 +19,7 @@ from typing import Any
 from lmcache_core.client import Client, Model, Storing
 from lmcache_core.connectors.vllm.counters import Counts
 from lmcache_core.connectors.vllm.events import BlockEvent, Follower, Names
-from lmcache_core.connectors.vllm.offloading import Memory, Offloading, Piece
+from lmcache_core.connectors.vllm.offloading import Memory, Offloading, Piece, runs
 from lmcache_core.connectors.vllm.options import Options, RequestOptions
 from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step, Timing
 from lmcache_core.connectors.vllm.requests import EngineRequest, Marks, Tracked
@@ -44,7 +44,7 @@ class _Saving:
     first_page: int
     left: int
     """Ranks that have not ended it."""
-    piece: Piece | None = None
+    run: Sequence[Piece] = ()
     """What is stored, if late."""
 
 
@@ -530,29 +530,31 @@ class SchedulerSide:
                 offloading.took(-(-(done + tokens) // size) + -done // size)
         if self._model is None or self._off or not save:
             return
-        pieces = deque(offloading.plan(self._lost))
+        left = deque(runs(offloading.plan(self._lost), self._chunk_pages))
         try:
-            while pieces:
-                stored = self._store_late(step, self._model, pieces[0])
-                piece = pieces.popleft()
-                if stored is not None:
+            while left:
+                stored = self._store_late(step, self._model, left[0])
+                run = left.popleft()
+                for piece in run if stored is not None else ():
                     (offloading.stored if stored else offloading.failed)(piece)
         except LMCacheError as error:  # a tier that isn't there, say
             self._warn("store", f"KV of a request is not stored: {error}")
         finally:
-            for piece in pieces:
-                offloading.failed(piece)
+            for run in left:
+                for piece in run:
+                    offloading.failed(piece)
 
-    def _store_late(self, step: Step, model: Model, piece: Piece) -> bool | None:
-        """Whether a piece is stored already or cannot be; None if the workers store it behind this step. It is a run of
-        its own: what is in front of it comes later, since an engine gives up the ends of prompts first."""
-        storing = self.client.begin_store(model, piece.keys, [piece.pages], 0, piece.places, prompt_pages=piece.end)
+    def _store_late(self, step: Step, model: Model, run: Sequence[Piece]) -> bool | None:
+        """Whether a run of pieces is stored already or cannot be; None if the workers store it behind this step. It
+        stands for itself: what is in front of it comes later, since an engine gives up the ends of prompts first."""
+        keys = [key for piece in run for key in piece.keys]
+        storing = self.client.begin_store(model, keys, [len(keys)], 0, run[0].places, prompt_pages=run[-1].end)
         if not storing.rooms:
             self.client.finish_store(storing)
             return not storing.dropped
         number = self.client.share(storing)
-        self._savings[number] = _Saving(storing, "", 0, self._ranks, piece)
-        step.saves.append(Save("", number, 0, (piece.blocks,)))
+        self._savings[number] = _Saving(storing, "", 0, self._ranks, run)
+        step.saves.append(Save("", number, 0, (tuple(block for piece in run for block in piece.blocks),)))
         return None
 
     def _doubt(self, offloading: Offloading) -> None:
@@ -580,9 +582,11 @@ class SchedulerSide:
         del self._savings[number]
         finished = self.client.finish_store(saving.storing)
         self.counts["stored_tokens", ""] += finished.pages // self._groups * self.page_tokens
-        if saving.piece is not None and self._offloading is not None:
-            good = finished.pages and not worthless
-            (self._offloading.stored if good else self._offloading.failed)(saving.piece)
+        if self._offloading is not None:
+            rooms = sum(room.part.pages for room in saving.storing.rooms)
+            good = finished.pages == rooms and not saving.storing.dropped and not worthless
+            for piece in saving.run:
+                (self._offloading.stored if good else self._offloading.failed)(piece)
         tracked = self._requests.get(saving.request)
         if worthless and tracked is not None:
             tracked.saved = min(tracked.saved, saving.first_page)

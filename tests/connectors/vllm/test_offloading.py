@@ -8,7 +8,7 @@ import pytest
 
 from lmcache_core.connectors.vllm.blocks import EngineBlocks
 from lmcache_core.connectors.vllm.counters import Counts
-from lmcache_core.connectors.vllm.offloading import EVERY, Offloading, Piece
+from lmcache_core.connectors.vllm.offloading import EVERY, Offloading, Piece, runs
 from lmcache_core.direct import DirectClient
 from lmcache_core.errors import LayoutError
 from lmcache_core.planning.stalls import smallest_window
@@ -371,3 +371,41 @@ def test_a_pool_that_tells_nothing_is_refused() -> None:
 
     with pytest.raises(LayoutError, match="leave lazy_offload out"):
         EngineBlocks(Pool())
+
+
+def piece(text: str, first: int, pages: int, places: list[str] | None = None) -> Piece:
+    keys = tuple(f"{text}{number}".encode() for number in range(first, first + pages))
+    parent = f"{text}{first - 1}".encode() if first else b""
+    return Piece(keys, parent, first, (), (), places, 0, 0)
+
+
+def test_pieces_that_follow_each_other_are_stored_together() -> None:
+    a0, a2, a4 = piece("a", 0, 2), piece("a", 2, 2), piece("a", 4, 1)
+    b2, b6 = piece("b", 2, 2), piece("b", 6, 2)
+    fork = Piece((b"x", b"y"), a0.key, 2, (), (), None, 0, 0)
+    assert runs([a4, b6, a2, b2, a0], 2) == [[b6], [b2], [a0, a2, a4]]
+    assert runs([fork, a2, a0], 2) == [[a2], [a0, fork]]
+    short, behind = piece("a", 4, 1), piece("a", 5, 1)
+    assert runs([short, behind], 2) == [[short], [behind]], "it is no whole chunk"
+    other = piece("a", 2, 2, ["cpu"])
+    assert [[each.key for each in run] for run in runs([a0, other], 2)] == [[a0.key], [other.key]]
+    assert runs([], 2) == []
+
+
+def test_tiers_of_those_who_share_a_piece_are_put_together() -> None:
+    bench = Bench()
+    bench.memory.fill("a", 1, 2)
+    for places, expected in ((["cpu"], ["cpu"]), (["disk"], ["cpu", "disk"]), (None, None), (["cpu"], None)):
+        bench.offloading.learn([b"a0", b"a1"], 0, 2, [1, 2], places)
+        assert bench.offloading._pieces[b"a1"].places == expected
+
+
+def test_what_is_used_again_is_seen_to_again() -> None:
+    """The node may have given up its copy since."""
+    bench = Bench()
+    bench.learn("a", 1, 2)
+    for _ in range(3):
+        (found,) = bench.step(took=1)
+        bench.offloading.stored(found)
+        assert bench.step(took=1) == []
+        bench.learn("a", 1, 2)
