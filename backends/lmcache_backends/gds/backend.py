@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 from lmcache_backends.gds.direct import DirectFiles, Scratch, check_read, check_write
 from lmcache_backends.gds.library import Way, claims, library, way_of
-from lmcache_backends.gds.moving import CuFiles
+from lmcache_backends.gds.moving import CuFiles, PayloadFirst
 from lmcache_backends.gds.options import GdsOptions
 from lmcache_backends.gds.tally import Tally
 from lmcache_backends.nfs.backend import FilesBackend
@@ -33,33 +34,53 @@ class GdsBackend(FilesBackend):
         self._files: CuFiles | None = None
         self._scratch = Scratch()
         self._way = Way(False, False, "")
-        self._told = ""
+        self._told: list[str] = []
+        self._payload_first = options.trust and not options.fsync  # else a file is whole before it has its name
+        self._changing = asyncio.Lock()
+
+    async def open(self) -> None:
+        async with self._changing:
+            try:
+                await super().open()
+            except BaseException:  # a cancelled opening too must let go of what it has
+                self._let_go()
+                raise
 
     def _mover(self) -> Mover:
         """On a thread, at each opening."""
-        kvikio = library()
-        claims.claim(kvikio, self, self._gds)
+        kvikio = self._kvikio = library()
+        otherwise = claims.claim(kvikio, self, self._gds)
         self._way = way = way_of(kvikio, self._gds.compat)
         if self._gds.compat == "never" and not way.cufile:
-            claims.release(kvikio, self)
             raise ConfigError(f"gds: compat: never, but {way.why}; or write compat: auto")
-        self._kvikio = kvikio
-        if way.why and way.why != self._told:
-            mode = "cuFile" if way.cufile else "compatibility mode"
-            _log.warning("gds: %s: %s: %s", self._gds.directory(), mode, way.why)
-        self._told = way.why
+        mode = "cuFile" if way.cufile else "compatibility mode"
+        self._tell(([f"{mode}: {way.why}"] if way.why else []) + (otherwise if way.device else []))
         self._files = CuFiles(kvikio) if way.device else None
-        return self._files if self._files and self._gds.host_memory == "kvikio" else PlainMover()
+        mover = self._files if self._files and self._gds.host_memory == "kvikio" else PlainMover()
+        return PayloadFirst(mover) if self._payload_first else mover
+
+    def _tell(self, lines: list[str]) -> None:
+        for line in lines:
+            if line not in self._told:
+                _log.warning("gds: %s: %s", self._gds.directory(), line)
+        self._told = lines
 
     async def close(self) -> None:
-        await super().close()
+        async with self._changing:
+            try:
+                await super().close()
+            finally:
+                self._let_go()
+
+    def _let_go(self) -> None:
         if self._kvikio is not None:
             claims.release(self._kvikio, self)
 
     def _direct(self, chunks: ChunkFiles) -> DirectFiles:
         if self._files is None:
             raise BackendError(f"gds: {self._gds.directory()}: {self._way.why}; until then read through host memory")
-        return DirectFiles(chunks, self._files, self._direct_tally, self._scratch, trust=self._gds.trust)
+        trust, first = self._gds.trust, self._payload_first
+        return DirectFiles(chunks, self._files, self._direct_tally, self._scratch, trust=trust, payload_first=first)
 
     async def read_direct(self, reads: Sequence[DirectRead], back: CopyBack) -> list[ReadResult]:
         """Makes this a `DeviceDirect`."""

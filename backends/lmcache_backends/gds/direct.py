@@ -25,6 +25,10 @@ __all__ = ["DirectFiles", "Scratch", "check_read", "check_write"]
 _PIECE = 2 << 20
 """Bytes of host memory, for each thread, in which pages are compared piece by piece."""
 _SUM = 16
+_KEY = 32
+_ADDRESSES = 1 << 64
+_WORD = 8
+_PAGE = 4096
 
 
 def check_read(read: DirectRead) -> None:
@@ -39,7 +43,7 @@ def check_read(read: DirectRead) -> None:
             f"pages {read.first} to {read.first + read.pages - 1} of shard {read.shard} are not in a chunk of "
             f"{form.pages} pages and {form.shards} shards"
         )
-    if read.address <= 0:
+    if not _fits(read.address, read.pages * form.page_bytes):
         raise UsageError(f"{read.address} is no address of a device's memory")
 
 
@@ -50,7 +54,7 @@ def check_write(write: DirectWrite) -> None:
         UsageError: There cannot.
     """
     form = _form(write.chunk)
-    if len(write.addresses) != form.shards or min(write.addresses) <= 0:
+    if len(write.addresses) != form.shards or not all(_fits(each, form.shard_bytes) for each in write.addresses):
         raise UsageError(f"a chunk of {form.shards} shards is written from as many addresses, not {write.addresses}")
     if write.sums and [len(each) for each in write.sums] != [_SUM] * (form.shards * form.pages):
         raise UsageError(f"a chunk of {form.shards * form.pages} pages in all its shards has as many sums of 16 bytes")
@@ -59,7 +63,13 @@ def check_write(write: DirectWrite) -> None:
 def _form(chunk: DirectChunk) -> FrameShape:
     if not chunk.pages or chunk.pages[-1] != chunk.key.page:
         raise UsageError("a chunk's key is that of its last page")
+    if any(len(key) != _KEY for key in (chunk.key.space, *chunk.pages)) or len(chunk.parent) not in (0, _KEY):
+        raise UsageError("keys of a chunk's space and pages have 32 bytes, its parent has as many or none")
     return shape(len(chunk.pages), chunk.shards, chunk.page_bytes)
+
+
+def _fits(address: int, nbytes: int) -> bool:
+    return 0 < address <= _ADDRESSES - nbytes
 
 
 class Scratch(threading.local):
@@ -67,16 +77,33 @@ class Scratch(threading.local):
 
     def __init__(self) -> None:
         self.memory = _host_memory(_PIECE)
+        self._words = self.memory.cast("Q")
+        self._mark = os.urandom(_WORD)
+        """Nobody has bytes like these by chance."""
+        self._marks = memoryview(self._mark * (_PIECE // _PAGE)).cast("Q")
+
+    def spoiled(self, nbytes: int) -> memoryview:
+        """So many bytes of it, changed in each 4096 of them and at the end. What was copied there before may be the
+        very page that is asked for now: who then leaves it as it is must not seem to have copied it."""
+        self._words[: -(-nbytes // _WORD) : _PAGE // _WORD] = self._marks[: -(-nbytes // _PAGE)]
+        piece = self.memory[:nbytes]
+        end = piece[-_WORD:]
+        end[:] = self._mark[: len(end)]
+        return piece
 
 
 class DirectFiles:
     """Payloads between the chunks of a directory and a device. All methods raise `BackendError`."""
 
-    def __init__(self, chunks: ChunkFiles, files: CuFiles, tally: Tally, scratch: Scratch, *, trust: bool) -> None:
+    def __init__(
+        self, chunks: ChunkFiles, files: CuFiles, tally: Tally, scratch: Scratch, *, trust: bool, payload_first: bool
+    ) -> None:
+        """`payload_first`: a header is written once what it is believed to say of the payload is on the medium."""
         self._chunks = chunks
         self._files = files
         self._tally = tally
         self._trust = trust
+        self._payload_first = payload_first
         self._plain = PlainMover()
         self._scratch = scratch
 
@@ -135,15 +162,16 @@ class DirectFiles:
         if not self._trust and list(self._sums_in_file(fd, form)) != sums:
             where = write.chunk.key.page.hex()
             raise BackendError(f"gds: chunk {where} is not on the medium as it was on the device; look in dmesg")
+        if self._payload_first:
+            os.fdatasync(fd)
         self._plain.write(fd, _header(form, write.chunk, sums))
 
     def _sums_on_device(self, address: int, pages: int, page_bytes: int, back: CopyBack) -> list[bytes]:
-        scratch = self._scratch.memory
         sums = []
         for start in range(address, address + pages * page_bytes, page_bytes):
             digest = xxhash.xxh3_128()
             for done in range(0, page_bytes, _PIECE):
-                piece = scratch[: min(_PIECE, page_bytes - done)]
+                piece = self._scratch.spoiled(min(_PIECE, page_bytes - done))
                 try:
                     back(start + done, piece)
                 except Exception as error:  # it is the caller's, and may raise anything

@@ -10,15 +10,19 @@ import errno
 import os
 from typing import Any
 
-from lmcache_backends.gds.library import shortened
+from lmcache_backends.gds.library import claims, shortened
+from lmcache_backends.nfs.moving import PlainMover
 
-__all__ = ["CuFiles", "DeviceMemory"]
+__all__ = ["CuFiles", "DeviceMemory", "PayloadFirst"]
 
 _KNOWN = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EROFS, errno.EACCES),
     *(errno.ENOENT, errno.EMFILE, errno.ENFILE, errno.EINVAL, errno.ENOMEM, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    errno.EFBIG,
 )
 """Errors of files that KvikIO tells in words, and whose numbers others go by."""
+_START = 4096
+"""Bytes at the start of a frame without which its header is none."""
 
 
 class DeviceMemory:
@@ -52,13 +56,13 @@ class CuFiles:
         """Makes this a `Mover`."""
         return self.read_at(fd, into, into.nbytes, 0)
 
-    def write(self, fd: int, data: memoryview) -> None:
-        self.write_at(fd, data, data.nbytes, 0)
+    def write(self, fd: int, data: memoryview, offset: int = 0) -> None:
+        self.write_at(fd, data, data.nbytes, offset)
 
     def read_at(self, fd: int, into: memoryview | DeviceMemory, nbytes: int, offset: int) -> bool:
         """Fill `into`, of `nbytes`, with what is at `offset` of the file. False if the file ends before that."""
         try:
-            with self._open(f"/proc/self/fd/{fd}", "r") as file:
+            with claims.moving(), self._open(f"/proc/self/fd/{fd}", "r") as file:
                 return bool(file.pread(into, nbytes, offset, nbytes).get() == nbytes)
         except (RuntimeError, ValueError, MemoryError) as error:
             if str(error).endswith(": EOF"):
@@ -68,7 +72,7 @@ class CuFiles:
     def write_at(self, fd: int, data: memoryview | DeviceMemory, nbytes: int, offset: int) -> None:
         """Put `data`, of `nbytes`, at `offset` of the file, which is open for reading and writing."""
         try:
-            with self._open(f"/proc/self/fd/{fd}", "r+") as file:
+            with claims.moving(), self._open(f"/proc/self/fd/{fd}", "r+") as file:
                 done = 0
                 while done < nbytes:  # as much as there was room for; the rest says whether there is more
                     left = nbytes - done
@@ -78,6 +82,22 @@ class CuFiles:
                     done += some
         except (RuntimeError, ValueError, MemoryError) as error:
             raise _as_os_error(error) from error
+
+
+class PayloadFirst:
+    """A `Mover` for what will be believed by its header: that is written once what is behind it is on the medium. So a
+    machine that stops leaves no header in front of bytes that never came."""
+
+    def __init__(self, mover: PlainMover | CuFiles) -> None:
+        self._mover = mover
+
+    def read(self, fd: int, into: memoryview) -> bool:
+        return self._mover.read(fd, into)
+
+    def write(self, fd: int, data: memoryview) -> None:
+        self._mover.write(fd, data[_START:], _START)
+        os.fdatasync(fd)
+        self._mover.write(fd, data[:_START])
 
 
 def _as_os_error(error: Exception) -> OSError:

@@ -42,6 +42,7 @@ _ADVICE = {
     errno.EHOSTUNREACH: _UNREACHABLE,
     errno.ECONNREFUSED: _UNREACHABLE,
     errno.ECONNRESET: _UNREACHABLE,
+    errno.EFBIG: "a file may not be that large here; raise `ulimit -f`, or use a smaller chunk_tokens",
     errno.EMFILE: "this process has too many files open; raise `ulimit -n`",
     errno.ENFILE: "this host has too many files open; raise fs.file-max",
     errno.EINVAL: "the file system refuses O_DIRECT; set `direct: auto`",

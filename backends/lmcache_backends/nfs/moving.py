@@ -47,7 +47,7 @@ class PlainMover:
             done += count
         return True
 
-    def write(self, fd: int, data: memoryview) -> None:
+    def write(self, fd: int, data: memoryview, offset: int = 0) -> None:
         done = 0
         while done < data.nbytes:
-            done += os.pwritev(fd, [data[done:]], done)
+            done += os.pwritev(fd, [data[done:]], offset + done)

@@ -31,6 +31,7 @@ def standin(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.setattr("lmcache_backends.gds.backend.library", lambda: made)
     monkeypatch.setattr(library_module, "_DRIVER", "libc.so.6")
     monkeypatch.setattr(library_module, "_NVIDIA_FS", "/proc")
+    monkeypatch.setattr(library_module, "_GPUS", ("/dev/null",))
     yield made
     made.gate.set()
     assert made.under_way == set(), "nobody awaited it"

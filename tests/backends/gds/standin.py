@@ -149,7 +149,8 @@ class OpenFile:
 class Settings:
     """KvikIO's `defaults`."""
 
-    def __init__(self) -> None:
+    def __init__(self, under_way: Callable[[], object]) -> None:
+        self._under_way = under_way
         self.values: dict[str, Any] = {
             "compat_mode": CompatMode.AUTO,
             "num_threads": 1,
@@ -164,6 +165,7 @@ class Settings:
 
     def set(self, name: str, value: Any) -> None:
         assert name in self.values
+        assert name != "num_threads" or not self._under_way(), "transfers under way would never end"
         self.changed.append(name)
         self.values[name] = value
 
@@ -194,7 +196,7 @@ class StandIn:
     CompatMode = CompatMode
 
     def __init__(self) -> None:
-        self.defaults = Settings()
+        self.defaults = Settings(lambda: self.under_way)
         self.cufile_driver = Driver()
         self.memory = Memory()
         self.calls: list[Call] = []

@@ -4,10 +4,11 @@ Every byte that a device gets is looked at."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,101 @@ async def test_wrong_sums_of_the_caller_never_become_a_hit(device: Device, path:
     assert len(files(path)) == 1, "nothing unfinished is left"
 
 
+@pytest.mark.parametrize(("pages", "shards", "page_bytes"), RUNS)
+@pytest.mark.parametrize("left", [0, 0.5, -1])
+async def test_a_copy_back_that_leaves_bytes_out_is_no_hit(
+    device: Device, path: Path, pages: int, shards: int, page_bytes: int, left: float
+) -> None:
+    """What a thread copied for the read before is in the same memory, and would be right."""
+    one = framed(pages=pages, shards=shards, page_bytes=page_bytes)
+
+    def lacking(address: int, into: memoryview) -> None:
+        copied = bytearray(len(into))
+        device.copy_back(address, memoryview(copied))
+        end = int(len(into) * left) if left >= 0 else len(into) - 8
+        into[:end] = copied[:end]
+
+    async with opened(path, threads=1) as backend:
+        await backend.write([one.plain()])
+        read = one.pages(0, pages - 1, 1, fresh(device, page_bytes))
+        for _ in range(3):
+            assert await backend.read_direct([read], device.copy_back) == [ReadResult.HIT]
+            assert await backend.read_direct([read], lacking) == [ReadResult.CORRUPT]
+
+
+class Medium:
+    """How a file is each time that it is asked to be on the medium, by the frame that it shall become."""
+
+    def __init__(self, one: Framed, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[str, bool, bool]] = []
+        """Which call, whether what is behind the first page is all there, and whether the first page is."""
+        for name in ("fsync", "fdatasync"):
+            monkeypatch.setattr(os, name, self._spied(name, getattr(os, name), one))
+
+    def _spied(self, name: str, real: Callable[[int], None], one: Framed) -> Callable[[int], None]:
+        def spy(fd: int) -> None:
+            content = Path(f"/proc/self/fd/{fd}").read_bytes()
+            start, rest = bytes(one.frame[: 4 * KIB]), bytes(one.frame[4 * KIB :])
+            self.found.append((name, content[4 * KIB :][: len(rest)] == rest, content[: 4 * KIB] == start))
+            real(fd)
+
+        return spy
+
+
+@pytest.mark.parametrize("verb", ["write_direct", "write"])
+@pytest.mark.parametrize("host_memory", ["plain", "kvikio"])
+@pytest.mark.parametrize("direct", ["auto", "never"])
+@pytest.mark.parametrize("page_bytes", [16 * KIB, 5 * KIB + 8])
+async def test_a_header_that_is_believed_is_written_once_the_payload_is_on_the_medium(
+    device: Device,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+    host_memory: str,
+    direct: str,
+    page_bytes: int,
+) -> None:
+    """A machine that stops may leave what was written last and nothing of what was written before it."""
+    one = framed(page_bytes=page_bytes)
+    medium = Medium(one, monkeypatch)
+    for changes, expected in (
+        ({"trust": True}, [("fdatasync", True, False)]),
+        ({"trust": True, "fsync": True}, [("fsync", True, True)]),  # it has no name before that
+        ({}, []),
+    ):
+        medium.found.clear()
+        async with opened(path, host_memory=host_memory, direct=direct, **changes) as backend:
+            write = backend.write([one.plain()])
+            if verb == "write_direct":
+                write.close()
+                write = backend.write_direct([one.on(device)], device.copy_back)
+            assert await write == [WriteResult.STORED]
+            assert file_of(path, one.chunk.key).read_bytes() == one.frame
+        whole_header = one.form.header_bytes == 4 * KIB
+        assert whole_header
+        assert medium.found == expected
+
+
+@pytest.mark.parametrize(("code", "result"), [(errno.EIO, None), (errno.ENOSPC, WriteResult.FULL)])
+async def test_a_payload_that_does_not_get_to_the_medium_is_not_stored(
+    device: Device, path: Path, monkeypatch: pytest.MonkeyPatch, code: int, result: WriteResult | None
+) -> None:
+    one = framed()
+
+    def fails(fd: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fdatasync", fails)
+    async with opened(path, trust=True) as backend:
+        for call in (backend.write([one.plain()]), backend.write_direct([one.on(device)], device.copy_back)):
+            if result is None:
+                with pytest.raises(BackendError, match="Input/output error"):
+                    await call
+            else:
+                assert await call == [result]
+    assert files(path) == []
+
+
 async def test_a_copy_back_that_fails_is_a_failure_of_the_tier(device: Device, path: Path) -> None:
     one = framed()
     address = fresh(device, one.form.shard_bytes)
@@ -277,6 +373,8 @@ async def test_a_copy_back_that_fails_is_a_failure_of_the_tier(device: Device, p
         ({"first": 2, "pages": 3}, "pages 2 to 4 of shard 0 are not"),
         ({"pages": 0}, "are not in a chunk"),
         ({"address": 0}, "0 is no address of a device's memory"),
+        ({"address": 2**64}, f"{2**64} is no address of a device's memory"),
+        ({"address": 2**64 - 16 * KIB + 1}, "is no address of a device's memory"),
     ],
 )
 async def test_pages_that_cannot_be_are_refused_before_anything_is_touched(
@@ -297,6 +395,8 @@ async def test_chunks_that_cannot_be_are_refused(device: Device, path: Path) -> 
     wrong: list[tuple[DirectWrite, str]] = [
         (write._replace(addresses=write.addresses[:1]), "a chunk of 2 shards is written from as many addresses"),
         (write._replace(addresses=(write.addresses[0], 0)), "is written from as many addresses"),
+        (write._replace(addresses=(write.addresses[0], 2**64)), "is written from as many addresses"),
+        (write._replace(addresses=(2**64 - 4 * 16 * KIB + 1, 4096)), "is written from as many addresses"),
         (write._replace(sums=(bytes(16),) * 7), "a chunk of 8 pages in all its shards has as many sums"),
         (write._replace(sums=(bytes(8),) * 8), "has as many sums of 16 bytes"),
         (
@@ -309,6 +409,27 @@ async def test_chunks_that_cannot_be_are_refused(device: Device, path: Path) -> 
         for each, said in wrong:
             with pytest.raises(UsageError, match=said):
                 await backend.write_direct([each], device.copy_back)
+        assert files(path) == []
+
+
+@pytest.mark.parametrize("what", ["space", "page", "last page", "parent"])
+async def test_keys_of_another_length_are_refused(device: Device, path: Path, what: str) -> None:
+    one = framed()
+    chunk, key = one.chunk, one.chunk.key
+    wrong = {
+        "space": chunk._replace(key=key._replace(space=b"s" * 5)),
+        "page": chunk._replace(pages=(b"p" * 3, *chunk.pages[1:])),
+        "last page": chunk._replace(key=key._replace(page=b"p" * 33), pages=(*chunk.pages[:-1], b"p" * 33)),
+        "parent": chunk._replace(parent=b"p"),
+    }[what]
+    said = "keys of a chunk's space and pages have 32 bytes, its parent has as many or none"
+    async with opened(path) as backend:
+        write = one.on(device)
+        with pytest.raises(UsageError, match=said):
+            await backend.write_direct([write._replace(chunk=wrong)], device.copy_back)
+        read = one.pages(0, 0, 1, write.addresses[0])
+        with pytest.raises(UsageError, match=said):
+            await backend.read_direct([read._replace(chunk=wrong)], device.copy_back)
         assert files(path) == []
 
 

@@ -70,6 +70,14 @@ async def test_what_fails_in_kvikio_says_what_to_do(
     assert descriptors(path) == []
 
 
+async def test_a_file_that_may_not_be_so_large_says_so(standin: StandIn, path: Path) -> None:
+    one = framed()
+    async with opened(path) as backend:
+        standin.error = error_of("KvikIO failure at: posix_io.hpp:90: POSIX error on pwrite: {}", errno.EFBIG)
+        with pytest.raises(BackendError, match=r"File too large; .*raise `ulimit -f`"):
+            await backend.write_direct([one.on(standin.memory)], standin.memory.copy_back)
+
+
 async def test_memory_that_kvikio_does_not_get_is_named(standin: StandIn, path: Path) -> None:
     async with opened(path, host_memory="kvikio") as backend:
         await backend.write([CHUNK])

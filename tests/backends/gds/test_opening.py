@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from lmcache_backends.gds import GdsBackend, GdsOptions
 from lmcache_backends.gds import library as library_module
 from lmcache_backends.gds.tally import Tally
 from lmcache_core import Cache
-from lmcache_core.config import load_config
+from lmcache_core.config import InvalidSetting, load_config
 from lmcache_core.config.conversion import convert
 from lmcache_core.errors import BackendError, ConfigError
 from lmcache_core.plugins import load_backend
@@ -27,6 +31,7 @@ from lmcache_core.protocols import (
     Describes,
     DeviceDirect,
     Lists,
+    ReadResult,
     ReadsShorter,
     RemembersUse,
     WriteResult,
@@ -74,7 +79,7 @@ def test_options_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str,
     assert message in str(caught.value)
 
 
-def told_without(*modules: str, path: Path) -> str:
+def told_without(*modules: str, path: Path, **variables: str) -> str:
     code = f"""
 import asyncio, sys
 for name in {modules!r}:
@@ -85,7 +90,8 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True).stdout
 
 
 def test_what_is_not_installed_is_named_when_it_is_needed(path: Path) -> None:
@@ -179,12 +185,204 @@ async def test_one_process_has_one_mode(standin: StandIn, path: Path, tmp_path: 
         pass
 
 
+@pytest.mark.parametrize("reason", ["path", "driver"])
+async def test_an_opening_that_fails_leaves_nothing_to_others(
+    standin: StandIn, path: Path, tmp_path: Path, reason: str
+) -> None:
+    """Neither what it had claimed nor what it had set."""
+    (tmp_path / "file").write_text("in the way")
+    at_first = dict(standin.defaults.values)
+    if reason == "path":
+        bad = GdsBackend(options(tmp_path / "file" / "kv", compat="always", direct="never"))
+        expected: type[Exception] = InvalidSetting
+    else:
+        standin.cufile_driver.error = RuntimeError("NVFS driver initialization error")
+        bad = GdsBackend(options(path, compat="never", direct="never"))
+        expected = ConfigError
+    for _ in range(2):
+        with pytest.raises(expected):
+            await bad.open()
+        assert standin.defaults.values == at_first | {"num_threads": 8}
+    standin.cufile_driver.error = None
+    for compat in ("auto", "always"):
+        async with opened(tmp_path / "other", compat=compat):
+            pass
+
+
+async def test_a_tier_that_cannot_be_opened_again_holds_nothing_any_more(
+    standin: StandIn, path: Path, tmp_path: Path
+) -> None:
+    async with opened(path, compat="always") as backend:
+        path.rename(tmp_path / "elsewhere")
+        path.write_text("in the way")
+        with pytest.raises(InvalidSetting):
+            await backend.open()
+        async with opened(tmp_path / "other"):
+            assert standin.defaults.get("compat_mode") is CompatMode.AUTO
+
+
 async def test_kvikio_gets_as_many_threads_as_the_tier_has_and_keeps_more(standin: StandIn, path: Path) -> None:
     """Setting them waits for all that is under way: it is done only where it must."""
     for threads, expected, times in ((4, 4, 1), (8, 8, 2), (2, 8, 2), (8, 8, 2)):
         async with opened(path, threads=threads):
             assert standin.defaults.get("num_threads") == expected
             assert standin.defaults.changed.count("num_threads") == times
+
+
+@asynccontextmanager
+async def told(path: Path, caplog: pytest.LogCaptureFixture, **changes: Any) -> AsyncIterator[list[str]]:
+    """An open tier, and the lines that its opening has written."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        async with opened(path, **changes):
+            yield [record.getMessage().removeprefix(f"gds: {path}: ") for record in caplog.records]
+
+
+async def test_the_first_tier_decides_how_many_threads_kvikio_has(
+    standin: StandIn, path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Setting them beside transfers would leave some waiting for ever."""
+    async with told(path, caplog, threads=4) as lines:
+        assert lines == []
+        async with told(tmp_path / "fewer", caplog, threads=3) as lines:
+            assert lines == []
+        async with told(tmp_path / "more", caplog, threads=8) as lines:
+            assert lines == [
+                "KvikIO has 4 threads for all tiers of this process, not 8: it gets them when the first of them is "
+                "opened; write the same `threads` for all"
+            ]
+            assert standin.defaults.get("num_threads") == 4
+    assert standin.defaults.changed.count("num_threads") == 1
+    async with told(tmp_path / "more", caplog, threads=8) as lines:
+        assert lines == []
+        assert standin.defaults.get("num_threads") == 8
+
+
+async def test_threads_stay_as_they_are_beside_what_still_hangs(
+    standin: StandIn, path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_backends.nfs.session._LAST_CALLS", 0.05)
+    one = framed()
+    device = standin.memory
+    said = (
+        "KvikIO keeps 4 threads, not 8: what an earlier opening has begun still hangs, and setting them would stop it "
+        "for good; they are set at an opening after it has ended"
+    )
+    async with opened(path, threads=4) as backend:
+        await backend.write([one.plain()])
+        standin.gate.clear()
+        read = one.pages(0, 0, 4, device.allocate(one.form.shard_bytes))
+        call = asyncio.ensure_future(backend.read_direct([read], device.copy_back))
+        await asyncio.to_thread(standin.entered.acquire)
+    async with told(tmp_path / "more", caplog, threads=8) as lines:
+        assert lines == [said]
+        assert standin.defaults.get("num_threads") == 4
+    standin.gate.set()
+    assert await call == [ReadResult.HIT]
+    async with told(tmp_path / "more", caplog, threads=8) as lines:
+        assert lines == []
+        assert standin.defaults.get("num_threads") == 8
+
+
+async def test_the_first_tier_decides_about_the_page_cache(
+    standin: StandIn, path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ("auto_direct_io_read", "auto_direct_io_write")
+    at_first = [standin.defaults.get(name) for name in names]
+    for first, others, way in (("never", ("auto", "always"), "through"), ("auto", ("never",), "past")):
+        async with told(path, caplog, direct=first) as lines:
+            assert lines == []
+            for direct in others:
+                async with told(tmp_path / "other", caplog, direct=direct) as lines:
+                    assert lines == [
+                        f"direct: {direct}, but KvikIO goes {way} the page cache for all tiers of this process, as the "
+                        "first of them asks for; write the same `direct` for all"
+                    ]
+                assert [standin.defaults.get(name) for name in names] == [first != "never"] * 2
+        assert [standin.defaults.get(name) for name in names] == at_first, "put back"
+
+
+async def test_a_tier_that_is_opened_again_alone_decides_anew(standin: StandIn, path: Path, tmp_path: Path) -> None:
+    async with opened(path, direct="never", threads=2), opened(tmp_path / "more", threads=9) as more:
+        assert standin.defaults.get("num_threads") == 2
+        await more.open()
+        assert standin.defaults.get("num_threads") == 2
+    async with opened(tmp_path / "more", threads=9) as more:
+        await more.open()
+        assert standin.defaults.get("num_threads") == 9
+        assert standin.defaults.get("auto_direct_io_read") is True
+    assert standin.defaults.get("auto_direct_io_read") is False
+
+
+async def test_what_the_environment_asks_for_and_cannot_be_is_replaced_by_compatibility_mode(
+    standin: StandIn, path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KvikIO itself would fail each transfer."""
+    standin.cufile_driver.error = RuntimeError(
+        "cuFile error at: /k/src/driver.cpp:30: NVFS driver initialization error"
+    )
+    for asked, though in ((CompatMode.OFF, ", though KVIKIO_COMPAT_MODE=off asks for it"), (CompatMode.AUTO, "")):
+        monkeypatch.setenv("KVIKIO_COMPAT_MODE", asked.name.lower())
+        standin.defaults.values["compat_mode"] = asked
+        why = (
+            f"compatibility mode: cuFile does not start (NVFS driver initialization error){though}; see `gdscheck -p` "
+            "and cufile.log"
+        )
+        async with told(path, caplog) as lines:
+            assert lines == [why]
+            assert standin.defaults.get("compat_mode") is CompatMode.ON
+            async with told(tmp_path / "other", caplog) as lines:
+                assert lines == [why]
+        assert standin.defaults.get("compat_mode") is asked, "put back"
+    standin.cufile_driver.error = None
+    async with told(path, caplog) as lines:
+        assert lines == []
+
+
+async def test_a_cufile_that_starts_by_now_is_used_when_the_only_tier_is_opened_again(
+    standin: StandIn, path: Path
+) -> None:
+    standin.cufile_driver.error = RuntimeError("NVFS driver initialization error")
+    async with opened(path) as backend:
+        assert standin.defaults.get("compat_mode") is CompatMode.ON
+        standin.cufile_driver.error = None
+        await backend.open()
+        assert standin.defaults.get("compat_mode") is CompatMode.AUTO
+
+
+@pytest.mark.usefixtures("real")
+@pytest.mark.parametrize(
+    ("variable", "text"), [("KVIKIO_COMPAT_MODE", "bogus"), ("KVIKIO_NTHREADS", "x"), ("KVIKIO_TASK_SIZE", "0")]
+)
+def test_a_variable_that_kvikio_does_not_understand_is_named(path: Path, variable: str, text: str) -> None:
+    line = told_without(path=path, **{variable: text})
+    assert line.startswith(f"ConfigError gds: {variable}={text} is nothing that KvikIO takes (")
+    assert line.endswith("); correct or unset it\n")
+    assert "/__w/" not in line
+    assert not path.exists()
+
+
+async def test_what_lacks_for_devices_is_told_when_the_tier_is_opened(
+    standin: StandIn, path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standin.defaults.cufile = False
+    monkeypatch.setattr(library_module, "_GPUS", ("/nowhere/gpu", "/nowhere/other"))
+    async with told(path, caplog) as lines:
+        assert lines == [
+            "compatibility mode: there is a CUDA driver, but no GPU is to be seen (/nowhere/gpu is missing); give this "
+            "process one, as `--gpus all` does in a container, or take nfs or disk"
+        ]
+    monkeypatch.setattr(library_module, "_FDS", "/nowhere/fd")
+    one = framed()
+    async with opened(path) as backend:
+        with pytest.raises(
+            BackendError, match="/nowhere/fd cannot be read, by which KvikIO is given open files; mount"
+        ):
+            await backend.write_direct([one.on(standin.memory)], standin.memory.copy_back)
+        await backend.write([one.plain()])
+        assert await value(backend, one.chunk.key, one.form.nbytes) == one.frame
+    with pytest.raises(ConfigError, match=r"compat: never, but /nowhere/fd cannot be read"):
+        await GdsBackend(options(path, compat="never")).open()
 
 
 @pytest.mark.parametrize("direct", ["auto", "never"])
