@@ -27,19 +27,40 @@ from benchmarks.harness import Row
 from lmcache_backends.gds import GdsBackend, GdsOptions
 from lmcache_core.frame import seal, verify
 from lmcache_core.protocols import DirectWrite, ReadResult, WriteResult
-from tests.backends.gds.kit import MIB, Framed, Gpu, framed
+from tests.backends.gds.kit import MIB, Device, Framed, Gpu, framed
 
 TOTAL = 128 * MIB
+SIZES = "1,8,32"
 FAKE = Path(__file__).parents[1] / "tests/backends/gds/fake_driver.cc"
 Turn = Callable[[], Awaitable[None]]
+
+
+def sizes_of(text: str) -> list[int]:
+    """Sizes of chunks, in MiB, as they are written."""
+    try:
+        sizes = [int(each) for each in text.split(",")]
+    except ValueError:
+        sizes = []
+    most = TOTAL // MIB
+    if not sizes or not all(1 <= size <= most for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r}: write sizes from 1 to {most}, in MiB, as in {SIZES}")
+    return sizes
+
+
+def rounds_of(text: str) -> int:
+    """How many, as it is written."""
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: write a number from 1 on")
+    return int(text)
 
 
 class Moves:
     """The ways of one size of chunk."""
 
-    def __init__(self, gpu: Gpu, directory: Path, size: int) -> None:
+    def __init__(self, gpu: Device, directory: Path, size: int) -> None:
         self._gpu = gpu
         self.chunks = [framed(number, pages=4, shards=1, page_bytes=size // 4) for number in range(TOTAL // size)]
+        self.nbytes = len(self.chunks) * size
         self._there = [one.on(gpu) for one in self.chunks]
         self.checked = GdsBackend(GdsOptions(path=f"{directory}/{size}"))
         self.trusting = GdsBackend(GdsOptions(path=f"{directory}/{size}", trust=True))
@@ -120,9 +141,10 @@ async def measure(gpu: Gpu, directory: Path, size: int, rounds: int) -> list[Row
     rows = []
     for name, times in found.items():
         seconds, cpu = (statistics.median(column) for column in zip(*times, strict=True))
-        print(f"{size // MIB:3} MiB  {name:28} {TOTAL / seconds / 1e9:5.2f} GB/s  {cpu / TOTAL * 1e9:5.2f} CPU s/GB")
+        speed, spent = moves.nbytes / seconds / 1e9, cpu / moves.nbytes * 1e9
+        print(f"{size // MIB:3} MiB  {name:28} {speed:5.2f} GB/s  {spent:5.2f} CPU s/GB")
         words = name.replace("through host memory", "through").replace("compared", "checked").split(", ")
-        rows.append(Row(f"gds.{'.'.join(words)}.{size // MIB}", TOTAL / seconds / 1e9, "GB/s", None, None))
+        rows.append(Row(f"gds.{'.'.join(words)}.{size // MIB}", speed, "GB/s", None, None))
     await moves.checked.close()
     await moves.trusting.close()
     return rows
@@ -132,8 +154,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gds")
     parser.add_argument("--driver", help="the library of a real driver; by default a fake is built")
     parser.add_argument("--directory", type=Path, default=None, help="the drive to measure")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sizes", default="1,8,32", help="of chunks, in MiB; default: 1,8,32")
+    parser.add_argument("--rounds", type=rounds_of, default=5)
+    parser.add_argument("--sizes", type=sizes_of, default=SIZES, help=f"of chunks, in MiB; default: {SIZES}")
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     arguments = parser.parse_args()
     if arguments.driver is None:
@@ -146,7 +168,7 @@ def main() -> None:
     gpu = Gpu(arguments.driver)
     with scratch(arguments.directory) as directory:
         rows: list[Row] = []
-        for size in map(int, arguments.sizes.split(",")):
+        for size in arguments.sizes:
             rows += asyncio.run(measure(gpu, directory, size * MIB, arguments.rounds))
     if arguments.out:
         arguments.out.write_text(json.dumps([row._asdict() for row in rows]))

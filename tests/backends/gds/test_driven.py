@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import gds
 from benchmarks.gpu import storage
-from tests.backends.gds.kit import DRIVER
+from tests.backends.gds.kit import DRIVER, MIB
+from tests.backends.gds.standin import Memory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -62,6 +64,43 @@ def test_on_a_gpu(tests: str, least: int) -> None:
     if tried.returncode:
         pytest.skip(f"a GPU or its driver is missing: {tried.stderr.strip().splitlines()[-1]}")
     assert run(tests, LIBRARY) >= least
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--sizes", "256"], "argument --sizes: '256': write sizes from 1 to 128, in MiB, as in 1,8,32"),
+        (["--sizes", "1,0"], "argument --sizes: '1,0': write sizes from 1 to 128"),
+        (["--sizes", "big"], "argument --sizes: 'big': write sizes from 1 to 128"),
+        (["--sizes", ""], "argument --sizes: '': write sizes from 1 to 128"),
+        (["--rounds", "0"], "argument --rounds: '0': write a number from 1 on"),
+        (["--rounds", "many"], "argument --rounds: 'many': write a number from 1 on"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gds", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        gds.main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_hangs_ends_the_check_and_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver whose file nobody ever writes: to open it does not end."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr(storage, "PATIENCE", 0.5)
+    os.mkfifo(tmp_path / LIBRARY)
+    with pytest.raises(
+        AssertionError, match=r"Storage hangs or is very slow: it had not ended after 0.5 s .*; look in dmesg"
+    ):
+        storage.carry_out(str(tmp_path / LIBRARY), rounds=1, sizes="1")
+
+
+def test_figures_are_of_what_is_moved(tmp_path: Path) -> None:
+    """Which is less than all where sizes do not fit into it."""
+    assert gds.Moves(Memory(128 * MIB), tmp_path, 65 * MIB).nbytes == 65 * MIB
 
 
 @pytest.mark.slow
