@@ -182,9 +182,10 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         if reason:
             log.warning("lazy_offload cannot be had: %s; KV is stored as soon as it has been computed", reason)
         else:
-            scheduler.store_late(
-                EngineBlocks(gpu_block_pool), self._vllm_config.scheduler_config.max_num_batched_tokens
-            )
+            step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+            scheduler.store_late(EngineBlocks(gpu_block_pool), step_tokens)
+            log.info("KV is stored late, shortly before its blocks go to others (lazy_offload)")
+        self._lazy = False
 
     def _check_policy(self, vllm_config: Any) -> None:
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy
@@ -226,6 +227,9 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def _begin(self, request: Any) -> None:
         scheduler = self._scheduler
         assert scheduler is not None
+        if self._lazy:
+            self._lazy = False
+            log.warning("lazy_offload cannot be had: this vLLM does not tell of its blocks; KV is stored at once")
         lora = getattr(request, "lora_request", None)
         adapter = None if lora is None else f"{lora.lora_name} {adapter_digest(lora.lora_path)}"
         marks = Marks(salt=(self._salt, request.cache_salt or ""), **identity.marks_of(request, adapter))

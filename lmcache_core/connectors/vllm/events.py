@@ -16,10 +16,11 @@ from lmcache_core.direct import DirectClient
 from lmcache_core.index import Change
 from lmcache_core.namespace import GroupKind
 
-__all__ = ["BlockEvent", "EventBook", "Follower", "Names", "Page"]
+__all__ = ["MOST_PAGES", "BlockEvent", "EventBook", "Follower", "Names", "Page"]
 
 MOST_PAGES = 50_000
-"""Pages whose blocks are remembered; of those that were used least lately nothing is told any more."""
+"""Pages whose blocks are remembered, unless more is asked for; of those that were used least lately nothing is told any
+more."""
 
 
 class Page(NamedTuple):
@@ -46,10 +47,12 @@ class EventBook:
 
     Args:
         names: Of the places.
+        most: Pages whose blocks are remembered.
     """
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[int, str], most: int = MOST_PAGES) -> None:
         self._names = names
+        self._most = most
         self._pages: OrderedDict[bytes, Page] = OrderedDict()
         self._there: dict[bytes, Counter[int]] = {}
         """Of each page, how many chunks at a place hold it."""
@@ -66,7 +69,7 @@ class EventBook:
             for place, chunks in self._there.get(key, {}).items():
                 if chunks:
                     self._tell(key, place, stored=True)
-        while len(self._pages) > MOST_PAGES:
+        while len(self._pages) > self._most:
             key, _ = self._pages.popitem(last=False)
             self._told -= {(key, place) for place in self._names}
 
@@ -106,16 +109,17 @@ Names = Callable[[EngineRequest, int, int], Iterable[Page]]
 
 
 class Follower:
-    """Tells of the blocks of a model: of one cache group, that which keeps all of a prompt if there is one."""
+    """Tells of the blocks of a model: of one cache group, that which keeps all of a prompt if there is one. Remembers
+    `most` pages."""
 
-    def __init__(self, client: DirectClient, model: Model, names: Names) -> None:
+    def __init__(self, client: DirectClient, model: Model, names: Names, most: int = MOST_PAGES) -> None:
         kinds = [group.kind for group in model.namespace.groups]
         self._group = kinds.index(GroupKind.FULL) if GroupKind.FULL in kinds else 0
         self._client = client
         self._model = model
         self._names = names
         self._watch = client.watch(model, self._group)
-        self._book = EventBook(client.place_names)
+        self._book = EventBook(client.place_names, most)
 
     def learn(self, tracked: Tracked, pages: int) -> None:
         """Remember what the engine calls the first pages of a request."""

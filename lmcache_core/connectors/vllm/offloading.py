@@ -183,6 +183,11 @@ class Offloading:
         """Free blocks that are kept ready."""
         return self._blocks
 
+    @property
+    def most_pages(self) -> int:
+        """Pages that may be in blocks and not stored yet."""
+        return self._memory.blocks // self._page_blocks
+
     # What is where
 
     def learn(

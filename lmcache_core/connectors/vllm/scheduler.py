@@ -18,7 +18,7 @@ from typing import Any
 
 from lmcache_core.client import Client, Model, Storing
 from lmcache_core.connectors.vllm.counters import Counts
-from lmcache_core.connectors.vllm.events import BlockEvent, Follower, Names
+from lmcache_core.connectors.vllm.events import MOST_PAGES, BlockEvent, Follower, Names
 from lmcache_core.connectors.vllm.offloading import Memory, Offloading, Piece, runs
 from lmcache_core.connectors.vllm.options import Options, RequestOptions
 from lmcache_core.connectors.vllm.plan import Blocks, Facts, Load, Report, Save, Step, Timing
@@ -351,7 +351,8 @@ class SchedulerSide:
         if self._follower is not None:
             self._follower.close()
         if self._follow is not None and isinstance(self.client, DirectClient):
-            self._follower = Follower(self.client, self._model, self._follow)
+            stored_late = 0 if self._offloading is None else self._offloading.most_pages
+            self._follower = Follower(self.client, self._model, self._follow, MOST_PAGES + stored_late)
 
     def events(self) -> list[BlockEvent]:
         """What has come to a place or left it since this was last asked."""
