@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from lmcache_backends.gds import GdsBackend, GdsOptions
 from lmcache_backends.gds import library as library_module
 from lmcache_backends.gds.tally import Tally
+from lmcache_backends.nfs.directory import open_root
 from lmcache_core import Cache
 from lmcache_core.config import InvalidSetting, load_config
 from lmcache_core.config.conversion import convert
@@ -36,7 +38,7 @@ from lmcache_core.protocols import (
     RemembersUse,
     WriteResult,
 )
-from lmcache_core.testing import make_chunk, make_key
+from lmcache_core.testing import aligned_buffer, make_chunk, make_key
 from tests.backends.gds.kit import framed, opened, options, value
 from tests.backends.gds.standin import CompatMode, StandIn
 from tests.backends.nfs.kit import opened as opened_as_nfs
@@ -209,6 +211,28 @@ async def test_an_opening_that_fails_leaves_nothing_to_others(
             pass
 
 
+async def test_an_opening_that_is_cancelled_leaves_nothing_to_others(
+    standin: StandIn, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    def hangs(*arguments: Any) -> int:
+        begun.set()
+        gate.wait()
+        return open_root(*arguments)
+
+    monkeypatch.setattr("lmcache_backends.nfs.session.open_root", hangs)
+    backend = GdsBackend(options(path, compat="always"))
+    opening = asyncio.ensure_future(backend.open())
+    await asyncio.to_thread(begun.wait)
+    opening.cancel()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    async with opened(tmp_path / "other"):
+        assert standin.defaults.get("compat_mode") is CompatMode.AUTO
+
+
 async def test_a_tier_that_cannot_be_opened_again_holds_nothing_any_more(
     standin: StandIn, path: Path, tmp_path: Path
 ) -> None:
@@ -258,8 +282,14 @@ async def test_the_first_tier_decides_how_many_threads_kvikio_has(
         assert standin.defaults.get("num_threads") == 8
 
 
+@pytest.mark.parametrize("verb", ["read", "write", "read_direct", "write_direct"])
 async def test_threads_stay_as_they_are_beside_what_still_hangs(
-    standin: StandIn, path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    standin: StandIn,
+    path: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
 ) -> None:
     monkeypatch.setattr("lmcache_backends.nfs.session._LAST_CALLS", 0.05)
     one = framed()
@@ -268,17 +298,27 @@ async def test_threads_stay_as_they_are_beside_what_still_hangs(
         "KvikIO keeps 4 threads, not 8: what an earlier opening has begun still hangs, and setting them would stop it "
         "for good; they are set at an opening after it has ended"
     )
-    async with opened(path, threads=4) as backend:
+    async with opened(path, threads=4, host_memory="kvikio") as backend:
         await backend.write([one.plain()])
+        standin.entered.acquire()
         standin.gate.clear()
-        read = one.pages(0, 0, 4, device.allocate(one.form.shard_bytes))
-        call = asyncio.ensure_future(backend.read_direct([read], device.copy_back))
+        calls: dict[str, Any] = {
+            "read": lambda: backend.read([one.chunk.key], [aligned_buffer(one.form.nbytes)]),
+            "write": lambda: backend.write([one.plain()]),
+            "read_direct": lambda: backend.read_direct(
+                [one.pages(0, 0, 4, device.allocate(one.form.shard_bytes))], device.copy_back
+            ),
+            "write_direct": lambda: backend.write_direct([one.on(device)], device.copy_back),
+        }
+        call = asyncio.ensure_future(calls[verb]())
         await asyncio.to_thread(standin.entered.acquire)
-    async with told(tmp_path / "more", caplog, threads=8) as lines:
-        assert lines == [said]
-        assert standin.defaults.get("num_threads") == 4
-    standin.gate.set()
-    assert await call == [ReadResult.HIT]
+    try:
+        async with told(tmp_path / "more", caplog, threads=8) as lines:
+            assert lines == [said]
+            assert standin.defaults.get("num_threads") == 4
+    finally:
+        standin.gate.set()
+    assert await call in ([ReadResult.HIT], [WriteResult.STORED])
     async with told(tmp_path / "more", caplog, threads=8) as lines:
         assert lines == []
         assert standin.defaults.get("num_threads") == 8
