@@ -166,14 +166,16 @@ class Engine:
 
     def serves(self, prompt: Prompt, tries: int = 1) -> bool:
         """A prompt can be stored so that it is durable, and comes back from the tier."""
+        failed = ""
         for _ in range(tries):
             if not self.stored(prompt):
-                self._run.note(f"{prompt} could not be stored: {self.cache.stats()}")
-                return False
+                failed = f"{prompt} could not be stored: {self.cache.stats()}"
+                continue
             self.cache.clear(["cpu"])
             if (got := self.retrieve(prompt)) == prompt.pages:
                 return True
-        self._run.note(f"{got} pages of {prompt} came back: {self.cache.stats()}")
+            failed = f"{got} pages of {prompt} came back: {self.cache.stats()}"
+        self._run.note(failed)
         return False
 
     def tier(self) -> TierStats:

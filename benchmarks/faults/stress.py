@@ -309,7 +309,7 @@ def _stress_once(run: Run, seconds: float) -> None:
             run.lost(f"left over: {leftovers(cache.stats())}")
         if not until(lambda: all(tier.up for tier in cache.stats().tiers), QUIET):
             run.note(f"a tier does not come back: {cache.stats().tiers}")
-        elif Engine(cache, run).serves(Prompt(CONVERSATIONS, 3 * CHUNK_PAGES)):
+        elif Engine(cache, run).serves(Prompt(CONVERSATIONS, 3 * CHUNK_PAGES), tries=3):  # a write may take too long
             run.recovered()
 
 
