@@ -53,7 +53,11 @@ async def _answer(
     read: Callable[[], Coroutine[Any, Any, list[ReadResult]]], ended: Future[list[ReadResult]], seconds: float
 ) -> bool:
     """Whether a read ends in time. It is told as `ended` when it does."""
-    task = asyncio.ensure_future(read())
+    try:
+        task = asyncio.ensure_future(read())
+    except Exception as error:  # noqa: BLE001  a plugin's; whoever waits must hear of it
+        ended.set_exception(error)
+        return True
 
     def tell(task: asyncio.Task[list[ReadResult]]) -> None:
         failure = CancelledError() if task.cancelled() else task.exception()

@@ -14,17 +14,21 @@ from tests.node.shelf import Shelf
 
 
 class DirectShelf(Shelf):
-    """See the module. What a read leaves in memory that is no hit is garbage.
+    """See the module. Until a read has ended there is garbage in memory, and afterwards if it is no hit.
 
     Args:
         faults: Of those of them that a read has some of: `miss`, `corrupt`, `raise`.
         probability: Of a fault, in each read.
+        delays: Seconds, of which a read takes some.
     """
 
-    def __init__(self, faults: Sequence[str] = (), *, probability: float = 1.0, seed: int = 0) -> None:
+    def __init__(
+        self, faults: Sequence[str] = (), *, probability: float = 1.0, seed: int = 0, delays: Sequence[float] = (0.0,)
+    ) -> None:
         super().__init__()
         self.faults = faults
         self.probability = probability
+        self.delays = delays
         self.rng = random.Random(seed)
         self.gate = asyncio.Event()
         """Reads wait for it before they write anything."""
@@ -38,20 +42,27 @@ class DirectShelf(Shelf):
         results = []
         for read in reads:
             self.arrived.append(read.address)
-            await self.gate.wait()
+            nbytes = read.pages * read.chunk.page_bytes
+            ctypes.memmove(read.address, self.rng.randbytes(nbytes), nbytes)
+            await self.held(len(self.arrived))
+            if delay := self.rng.choice(self.delays):
+                await asyncio.sleep(delay)
+            ctypes.memmove(read.address, self.rng.randbytes(nbytes), nbytes)
             try:
                 results.append(self._read(read, back))
             finally:
                 self.ended += 1
         return results
 
+    async def held(self, number: int) -> None:
+        """What the read that is the `number`th waits for."""
+        await self.gate.wait()
+
     def _read(self, read: DirectRead, back: CopyBack) -> ReadResult:
         chunk = read.chunk
         nbytes = read.pages * chunk.page_bytes
         fault = self.rng.choice(self.faults) if self.faults and self.rng.random() < self.probability else ""
         found = self.values.get(chunk.key)
-        if fault or found is None:
-            ctypes.memmove(read.address, self.rng.randbytes(nbytes), nbytes)
         if fault == "raise":
             raise BackendError("the device could not be written to")
         if found is None or fault == "miss":

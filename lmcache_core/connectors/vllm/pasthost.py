@@ -19,6 +19,8 @@ __all__ = ["DeviceMemory", "PastHostLoad"]
 
 MOST = 256 << 20
 """Bytes of the device's memory."""
+AT_ONCE = 4
+"""Reads at a time: a backend needs threads of its own for reads through host memory, also where these hang."""
 
 
 class DeviceMemory:
@@ -37,14 +39,17 @@ class DeviceMemory:
         self._size = 0
         self._taken = 0
         """Bytes of all rooms, those in use too."""
+        self._reading = 0
+        """Reads that have not ended."""
         self._late = 0
         """Reads that were given up and have not ended."""
         self._closed = False
 
     def take(self, nbytes: int) -> tuple[int, DeviceRoom] | None:
-        """A room of at least so many bytes; None if there is none now, or somebody waits for a medium that hangs."""
+        """A room of at least so many bytes to read to; None if there is none now, enough is being read, or a medium
+        hangs."""
         with self._lock:
-            if self._late:
+            if self._late or self._reading >= AT_ONCE or nbytes > self._most:
                 return None
             self._size = max(self._size, nbytes)
             while self._unused:
@@ -63,6 +68,17 @@ class DeviceMemory:
                 return None
             self._taken += size
             return size, room
+
+    def begun(self, ended: Future[list[ReadResult]]) -> None:
+        """A read has begun."""
+        with self._lock:
+            self._reading += 1
+
+        def end(_: Future[list[ReadResult]]) -> None:
+            with self._lock:
+                self._reading -= 1
+
+        ended.add_done_callback(end)
 
     def give(self, taken: tuple[int, DeviceRoom]) -> None:
         """Nothing reads or writes a room any more."""
@@ -114,10 +130,11 @@ class Reading:
         ended = self._ended
         return ended.done() and ended.exception() is None and ended.result() == [ReadResult.HIT]
 
-    def give_to(self, memory: DeviceMemory) -> None:
-        """Give the room back when the read has ended."""
-        if self._ended.done():
-            memory.give(self.taken)
+    def leave(self, memory: DeviceMemory) -> None:
+        """Nobody waits for it any more: its room is given back when the read has ended, and if that has not been in
+        time nothing else is read like this meanwhile."""
+        if self._ended.done() or not self.answered.done():
+            self._ended.add_done_callback(lambda _: memory.give(self.taken))
         else:
             memory.late(self._ended, self.taken)
 
@@ -141,50 +158,63 @@ class PastHostLoad:
         self._client = client
         self._held = held
         self._readings: dict[int, Reading] = {}
-        self._failed: set[int] = set()
-        """Parts that can't be read like this."""
+        self._granted: set[int] = set()
+        """Of those, what is being copied."""
+        self._over = False
+        """A part could not be read like this: the others are not tried."""
         self._done = 0
-        self.begun = False
-        """It has read something."""
 
     def grants(self, start: int) -> list[Grant]:
         """As `Client.grant`: parts from `start` on that are on the device, or when to ask again. None of them if part
         `start` is to be had otherwise."""
-        for number in range(start, min(start + AHEAD, len(self._held.parts))):
-            if number not in self._readings and number not in self._failed and not self._begin(number):
-                break
+        for number in self._next(start) if not self._over else ():
+            if number not in self._readings:
+                self._begin(number)
         reading = self._readings.get(start)
         if reading is not None and not reading.answered.done():
             return [Grant(None, reading.found.tier, reading.answered)]
         granted: list[Grant] = []
         while reading is not None and reading.hit:
+            number = start + len(granted)
+            self._granted.add(number)
             granted.append(Grant(reading.memory, reading.found.tier))
-            reading = self._readings.get(start + len(granted))
+            reading = self._readings.get(number + 1)
         if not granted and start in self._readings:
-            self._failed.add(start)
-            self._readings.pop(start).give_to(self._memory)
+            self._over = True
+            self._readings.pop(start).leave(self._memory)
         return granted
 
-    def _begin(self, number: int) -> bool:
+    def without(self, start: int) -> int:
+        """How many parts from `start` on are not on their way to the device."""
+        return next((number - start for number in self._next(start) if number in self._readings), AHEAD)
+
+    def _next(self, start: int) -> range:
+        return range(start, min(start + AHEAD, len(self._held.parts)))
+
+    def _begin(self, number: int) -> None:
         found = self._client.past_host(self._held, number)
         taken = None if found is None else self._memory.take(found.nbytes)
         if found is None or taken is None:
-            return False
+            return
         try:
             read = self._client.read_past_host(found, taken[1].address, self._memory.copy_back)
         except LMCacheError:
             self._memory.give(taken)
             raise
+        self._memory.begun(read.ended)
         self._readings[number] = Reading(found, taken, read)
-        self.begun = True
-        return True
 
     def consumed(self, parts: int) -> Callable[[], None]:
-        """The next `parts` parts are being copied from where they are. What is returned gives that back, to be called
-        when they have been."""
-        numbers = range(self._done, self._done + parts)
+        """The next `parts` parts are being copied from where they are. What is returned gives back what of that is on
+        the device, to be called when they have been copied."""
+        used: list[tuple[int, DeviceRoom]] = []
+        for number in range(self._done, self._done + parts):
+            reading = self._readings.pop(number, None)
+            if reading is not None and number in self._granted:
+                used.append(reading.taken)
+            elif reading is not None:  # it has come to the pool meanwhile, and is copied from there
+                reading.leave(self._memory)
         self._done += parts
-        used = [self._readings.pop(number).taken for number in numbers if number in self._readings]
 
         def give() -> None:
             for taken in used:
@@ -195,5 +225,5 @@ class PastHostLoad:
     def close(self) -> None:
         """Nothing more is asked for. What is still being read is given back when that has ended."""
         for reading in self._readings.values():
-            reading.give_to(self._memory)
+            reading.leave(self._memory)
         self._readings.clear()

@@ -87,8 +87,9 @@ class _Handover:
         past = self._past_host
         if past is None:
             return self._client.grant(held, start, ahead)
-        # Once parts come past the host, only those that must not are read through it.
-        return past.grants(start) or self._client.grant(held, start, 1 if past.begun else ahead)
+        granted = past.grants(start) or self._client.grant(held, start, 0)
+        # What is not on its way to the device, and not in the pool, is read through the host.
+        return granted or self._client.grant(held, start, min(ahead, past.without(start)))
 
     def count(self, name: str, label: str, amount: float = 1) -> None:
         if name not in ("copied_bytes", "copy_seconds"):  # counted when they have been copied
@@ -102,7 +103,13 @@ class _Handover:
         self._parts += parts
         give = None if self._past_host is None else self._past_host.consumed(parts)
         if not self._together and self.copies:
-            self.under_way(self._streams.load(self.copies), give)
+            try:
+                load = self._streams.load(self.copies)
+            except LMCacheError:
+                if give is not None:
+                    give()
+                raise
+            self.under_way(load, give)
         elif give is not None:
             give()  # it was there already
 

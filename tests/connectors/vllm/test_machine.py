@@ -70,7 +70,8 @@ class ConnectorMachine(RuleBasedStateMachine):
         self, group: int, ranks: int, blocks: int, budget: int, slots: int, sync: bool, local: bool, measured: bool
     ) -> None:
         self.stack = ExitStack()
-        self.shelf = DirectShelf(["miss", "corrupt", "raise"], probability=0.3, seed=group)
+        delays = [0.0, 0.0, 0.002, 0.01, 0.08]
+        self.shelf = DirectShelf(["miss", "corrupt", "raise"], probability=0.2, seed=group, delays=delays)
         self.faulty = Faulty(Corrupting(self.shelf, probability=0.2, seed=group), randomly(0.3, seed=group))
         self.slow = SlowToo(self.faulty) if self.PAST_HOST else Slow(self.faulty)
         self.faulty.active = False
@@ -416,7 +417,7 @@ def a_part_is_taken_for_the_one_in_front_of_it(patch: pytest.MonkeyPatch) -> Non
 
 @bug(test_pasthost.test_a_read_that_is_given_up_writes_where_nobody_is)
 def memory_is_used_again_while_it_may_be_written_to(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pasthost.Reading, "give_to", lambda self, memory: memory.give(self.taken))
+    patch.setattr(pasthost.Reading, "leave", lambda self, memory: memory.give(self.taken))
 
 
 @bug(test_pasthost.test_memory_is_used_again_when_it_has_been_copied_from)
@@ -426,6 +427,17 @@ def memory_is_used_again_while_it_may_be_copied_from(patch: pytest.MonkeyPatch) 
     def consumed(self: pasthost.PastHostLoad, parts: int) -> Callable[[], None]:
         before(self, parts)()
         return lambda: None
+
+    patch.setattr(pasthost.PastHostLoad, "consumed", consumed)
+
+
+@bug(test_pasthost.test_what_comes_to_the_pool_while_it_is_read_is_copied_from_there)
+def all_that_was_read_is_taken_for_copied(patch: pytest.MonkeyPatch) -> None:
+    before = pasthost.PastHostLoad.consumed
+
+    def consumed(self: pasthost.PastHostLoad, parts: int) -> Callable[[], None]:
+        self._granted.update(self._readings)
+        return before(self, parts)
 
     patch.setattr(pasthost.PastHostLoad, "consumed", consumed)
 

@@ -10,6 +10,7 @@ import pytest
 
 from lmcache_core.connectors.vllm import pasthost
 from lmcache_core.direct import DirectClient
+from lmcache_core.errors import BackendError, TransferError
 from lmcache_core.index import POOL
 from tests.connectors.vllm.world import World, open_world, prompt
 from tests.node.directshelf import DirectShelf
@@ -65,6 +66,50 @@ def test_what_cannot_be_had_like_this_is_read_through_the_host(fault: str) -> No
         world.at_rest()
 
 
+def device_of(world: World) -> pasthost.DeviceMemory:
+    device = world.workers[0]._device
+    assert device is not None
+    return device
+
+
+def test_no_more_is_read_at_once_than_leaves_threads_for_others() -> None:
+    shelf = DirectShelf()
+    with open_world(shelf, options=PAST, blocks=300) as world:
+        world.generate("a", prompt("abcdefghijklmnop12"))
+        world.forget("cpu")
+        hanging(world, shelf, True)
+        world.engine.add("b", prompt("abcdefghijklmnop12"))
+        world.engine.step()
+        until(lambda: len(shelf.arrived) == pasthost.AT_ONCE, 5.0)
+        assert device_of(world).take(1) is None
+        hanging(world, shelf, False)
+        world.engine.run()
+        assert world.engine.loaded["b"] == 256
+        world.at_rest()
+        assert device_of(world)._reading == 0
+
+
+def test_a_copy_that_cannot_be_begun_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_world(DirectShelf(), options=PAST, blocks=200) as world:
+        world.generate("a", prompt("abcd12"))
+        world.forget("cpu")
+        kv = world.workers[0]._kv
+        assert kv is not None
+
+        def refuse(copies: Any, order: Any = ()) -> Any:
+            raise TransferError("the device is lost")
+
+        with monkeypatch.context() as context:
+            context.setattr(kv.streams, "load", refuse)
+            world.engine.add("b", prompt("abcd12"))
+            while "b" not in world.engine.done:
+                world.engine.step()
+        assert world.engine.loaded["b"] == 0
+        device = device_of(world)
+        until(lambda: sum(size for size, _ in device._unused) == device._taken, 5.0)
+        world.at_rest()
+
+
 def hanging(world: World, shelf: DirectShelf, hang: bool) -> None:
     async def switch() -> None:
         shelf.gate.clear() if hang else shelf.gate.set()
@@ -106,6 +151,81 @@ def test_a_read_that_is_given_up_writes_where_nobody_is() -> None:
         assert taken is not None
         assert taken[1].address == shelf.arrived[0], "now it can be used again"
         device.give(taken)
+        world.at_rest()
+
+
+class Gated(DirectShelf):
+    """The first read fails, and those after it wait, once `closed`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = False
+        self.fails: set[int] = set()
+        self.lets = asyncio.Event()
+
+    async def held(self, number: int) -> None:
+        if number in self.fails:
+            raise BackendError("the device does not want it")
+        if self.closed:
+            await self.lets.wait()
+
+
+def test_what_comes_to_the_pool_while_it_is_read_is_copied_from_there() -> None:
+    """The first part is read through the host, and the others come to the pool meanwhile for somebody else, while they
+    are still being read to the device: that memory is nobody's until those reads have ended."""
+    shelf = Gated()
+    with open_world(shelf, options=PAST, blocks=300) as world:
+        world.generate("a", prompt("abcdef12"))
+        world.generate("z", prompt("uvwxyz12"))
+        world.forget("cpu")
+        device = world.workers[0]._device
+        assert device is not None
+        shelf.closed = True
+        shelf.fails = {len(shelf.arrived) + 1}
+        world.engine.add("b", prompt("abcdef12"))
+        world.engine.step()
+        until(lambda: len(shelf.arrived) == 3, 5.0)
+        model = world.scheduler._model
+        assert model is not None
+        everything = DirectClient(world.node).prefetch(model, world.keys(prompt("abcdef")), None, "cpu")
+        assert everything.result(10) == 6
+        world.engine.run()
+        assert world.engine.loaded["b"] == 96, "from the pool"
+        used = sum(size for size, _ in device._unused)
+        assert device._taken - used == 2 * 2048, "two reads are under way"
+        shelf.fails = set()
+        hanging_lets(world, shelf)
+        until(lambda: sum(size for size, _ in device._unused) == device._taken, 5.0)
+        assert world.generate("y", prompt("uvwxyz12")) == 96
+        world.at_rest()
+
+
+def hanging_lets(world: World, shelf: Gated) -> None:
+    async def let() -> None:
+        shelf.closed = False
+        shelf.lets.set()
+
+    asyncio.run_coroutine_threadsafe(let(), world.node._loop.loop).result(5)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rooms", [1, 2, 100])
+def test_what_is_in_the_pool_is_not_read_again_and_the_rest_is_read_ahead(rooms: int) -> None:
+    """With less memory of the device than parts that are read ahead, the rest comes through the host beside it."""
+    shelf = DirectShelf()
+    with open_world(shelf, options=PAST, blocks=300) as world:
+        world.generate("a", prompt("abcdefghijklmnop12"))
+        world.forget("cpu")
+        model = world.scheduler._model
+        device = world.workers[0]._device
+        assert model is not None
+        assert device is not None
+        device._most = rooms * 2048
+        assert DirectClient(world.node).prefetch(model, world.keys(prompt("ab")), None, "cpu").result(10) == 2
+        shelf.calls.clear()
+        assert world.generate("b", prompt("abcdefghijklmnop12")) == 256
+        direct, through = calls(shelf, "read_direct"), calls(shelf, "read")
+        assert direct + through == 7, "but for what is in the pool, each once"
+        assert through == 0 if rooms == 100 else direct >= 1
         world.at_rest()
 
 
@@ -173,6 +293,7 @@ def test_a_request_that_is_aborted_meanwhile_leaves_nothing_behind() -> None:
         world.engine.add("b", prompt("abcdef12"))
         world.engine.step()
         until(lambda: len(shelf.arrived) == 3, 5.0)
+        assert device_of(world)._reading == 3
         world.engine.abort("b")
         world.engine.add("c", prompt("xyz"))
         for _ in range(3):
@@ -249,6 +370,7 @@ class Rooms:
 def test_rooms_are_used_again_and_bounded() -> None:
     rooms = Rooms()
     memory = pasthost.DeviceMemory(rooms, most=100)
+    assert memory.take(101) is None, "more than there may be, which changes nothing for others"
     first, second = memory.take(40), memory.take(30)
     assert first is not None
     assert second is not None
