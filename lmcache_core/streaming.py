@@ -90,7 +90,11 @@ class DeviceRoom(Protocol):
         ...
 
     def close(self) -> None:
-        """Give it back. Nothing reads or writes it any more."""
+        """Give it back. Nothing reads or writes it any more.
+
+        Raises:
+            LMCacheError: The device failed.
+        """
         ...
 
 

@@ -26,8 +26,16 @@ class Room:
         self.memory = array_over(memory.address, (memory.nbytes,), "|u1", owners=memory).data.toreadonly()
 
     def close(self) -> None:
-        with self._device.entered():
-            self._memory.close()
+        """See `DeviceRoom`.
+
+        Raises:
+            TransferError: The device failed.
+        """
+        try:
+            with self._device.entered():
+                self._memory.close()
+        except CudaError as error:
+            raise TransferError(f"memory of the device could not be given back: {error}") from error
 
 
 class Rooms:
@@ -36,13 +44,14 @@ class Rooms:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.Lock()
+        """Of the stream: copies back wait for the device, others must not wait for those."""
         self._stream: Stream | None = None
         self._event: Event | None = None
         self._closed = False
 
     def room(self, nbytes: int) -> Room:
         """See `DeviceRooms`."""
-        with self._lock, self._in_use():
+        with self._in_use():
             return Room(self._device, self._device.memory(nbytes))
 
     def copy_back(self, address: int, into: memoryview) -> None:

@@ -37,8 +37,11 @@ class GdsBackend(FilesBackend):
         self._told: list[str] = []
         self._payload_first = options.trust and not options.fsync  # else a file is whole before it has its name
         self._changing = asyncio.Lock()
+        self._turns = asyncio.Semaphore(1)
+        """Reads to a device: where they hang, half of the threads are left for reads to the host."""
 
     async def open(self) -> None:
+        self._turns = asyncio.Semaphore(max(1, self._gds.threads // 2))
         async with self._changing:
             try:
                 await super().open()
@@ -86,8 +89,20 @@ class GdsBackend(FilesBackend):
         """Makes this a `DeviceDirect`."""
         for read in reads:
             check_read(read)
-        session = self._sessions.current
-        return await session.each(self._direct(session.chunks).read, [(read, back) for read in reads])
+        session, turns = self._sessions.current, self._turns
+        direct = self._direct(session.chunks)
+
+        async def one(read: DirectRead) -> ReadResult:
+            async with turns:
+                (result,) = await session.each(direct.read, [(read, back)])
+            return result
+
+        # All have ended when this does, however it ends: they use the caller's memory.
+        results = await asyncio.gather(*map(one, reads), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if isinstance(result, ReadResult)]
 
     async def write_direct(self, writes: Sequence[DirectWrite], back: CopyBack) -> list[WriteResult]:
         for write in writes:

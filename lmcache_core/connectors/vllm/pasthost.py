@@ -6,6 +6,7 @@ of use until the read has ended, however late. Whatever cannot be read like this
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -57,7 +58,8 @@ class DeviceMemory:
                 if size >= nbytes:
                     return size, room
                 self._taken -= size
-                room.close()
+                with contextlib.suppress(LMCacheError):
+                    room.close()
             if self._closed or self._taken + self._size > self._most:
                 return None
             size = self._size
@@ -107,9 +109,10 @@ class DeviceMemory:
         """Free what is not in use. What is stays: a read that is under way writes to it."""
         with self._lock:
             self._closed = True
-            for _, room in self._unused:
+            unused, self._unused = self._unused, []
+        for _, room in unused:
+            with contextlib.suppress(LMCacheError):  # the device is lost, and its memory with it
                 room.close()
-            self._unused.clear()
 
 
 class Reading:
@@ -167,22 +170,34 @@ class PastHostLoad:
     def grants(self, start: int) -> list[Grant]:
         """As `Client.grant`: parts from `start` on that are on the device, or when to ask again. None of them if part
         `start` is to be had otherwise."""
+        if self._has_failed(start):
+            return []
         for number in self._next(start) if not self._over else ():
             if number not in self._readings:
                 self._begin(number)
-        reading = self._readings.get(start)
-        if reading is not None and not reading.answered.done():
-            return [Grant(None, reading.found.tier, reading.answered)]
+        wanted = self._readings.get(start)
+        if wanted is not None and not wanted.answered.done():
+            return [Grant(None, wanted.found.tier, wanted.answered)]
+        if self._has_failed(start):
+            return []
         granted: list[Grant] = []
-        while reading is not None and reading.hit:
+        while wanted is not None and wanted.hit:
             number = start + len(granted)
             self._granted.add(number)
-            granted.append(Grant(reading.memory, reading.found.tier))
-            reading = self._readings.get(number + 1)
-        if not granted and start in self._readings:
-            self._over = True
-            self._readings.pop(start).leave(self._memory)
+            granted.append(Grant(wanted.memory, wanted.found.tier))
+            wanted = self._readings.get(number + 1)
         return granted
+
+    def _has_failed(self, start: int) -> bool:
+        """Whether it is known of a part that it could not be read. Then nothing more is tried like this."""
+        reading = self._readings.get(start)
+        if reading is None or not reading.answered.done() or reading.hit:
+            return False
+        self._over = True
+        failed = [n for n, each in self._readings.items() if n == start or (each.answered.done() and not each.hit)]
+        for number in failed:
+            self._readings.pop(number).leave(self._memory)
+        return True
 
     def without(self, start: int) -> int:
         """How many parts from `start` on are not on their way to the device."""

@@ -117,6 +117,7 @@ class WorkerSide:
     def _close_kv(self) -> None:
         if self._device is not None:
             self._device.close()
+            self._device = None
         if self._kv is not None:
             self._kv.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lmcache_core.connectors.vllm import pasthost
 from lmcache_core.direct import DirectClient
 from lmcache_core.errors import BackendError, TransferError
 from lmcache_core.index import POOL
+from lmcache_core.protocols import ChunkKey, ReadResult
 from tests.connectors.vllm.world import World, open_world, prompt
 from tests.node.directshelf import DirectShelf
 from tests.node.kv import until
@@ -155,13 +157,19 @@ def test_a_read_that_is_given_up_writes_where_nobody_is() -> None:
 
 
 class Gated(DirectShelf):
-    """The first read fails, and those after it wait, once `closed`."""
+    """Reads to the device with these numbers fail, and the others wait, once `closed`; those to the host wait too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.closed = False
         self.fails: set[int] = set()
         self.lets = asyncio.Event()
+        self.lets_through = asyncio.Event()
+
+    async def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> list[ReadResult]:
+        if self.closed:
+            await self.lets_through.wait()
+        return await super().read(keys, into)
 
     async def held(self, number: int) -> None:
         if number in self.fails:
@@ -188,24 +196,24 @@ def test_what_comes_to_the_pool_while_it_is_read_is_copied_from_there() -> None:
         model = world.scheduler._model
         assert model is not None
         everything = DirectClient(world.node).prefetch(model, world.keys(prompt("abcdef")), None, "cpu")
+        let(world, shelf.lets_through)
         assert everything.result(10) == 6
         world.engine.run()
         assert world.engine.loaded["b"] == 96, "from the pool"
         used = sum(size for size, _ in device._unused)
         assert device._taken - used == 2 * 2048, "two reads are under way"
         shelf.fails = set()
-        hanging_lets(world, shelf)
+        let(world, shelf.lets)
         until(lambda: sum(size for size, _ in device._unused) == device._taken, 5.0)
         assert world.generate("y", prompt("uvwxyz12")) == 96
         world.at_rest()
 
 
-def hanging_lets(world: World, shelf: Gated) -> None:
-    async def let() -> None:
-        shelf.closed = False
-        shelf.lets.set()
+def let(world: World, event: asyncio.Event) -> None:
+    async def go_on() -> None:
+        event.set()
 
-    asyncio.run_coroutine_threadsafe(let(), world.node._loop.loop).result(5)  # type: ignore[attr-defined]
+    asyncio.run_coroutine_threadsafe(go_on(), world.node._loop.loop).result(5)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("rooms", [1, 2, 100])
