@@ -21,7 +21,7 @@ MISSING = "GPUDirect Storage: not looked at, KvikIO is missing: pip install 'lmc
 
 
 def carry_out(driver: str, *, rounds: int = 3, sizes: str = "1,8,32") -> list[Row]:
-    """Move chunks both ways, past host memory and through it. None if KvikIO is missing, which is said.
+    """Move chunks both ways, past host memory and through it. Nothing if KvikIO is missing, which is said.
 
     Args:
         driver: The library of the GPU's driver.

@@ -380,7 +380,9 @@ class Offloading:
         for key in list(islice(self._new, max(0, room))):
             if room <= 0:
                 break
-            if piece := self._checked(key, nonsense):
+            if key in self._early:  # somebody uses it again while it is being stored
+                del self._new[key]
+            elif piece := self._checked(key, nonsense):
                 self._early.add(key)
                 room -= piece.pages
                 pieces.append(piece)
@@ -446,19 +448,14 @@ def runs(pieces: Sequence[Piece], chunk_pages: int) -> list[list[Piece]]:
     for piece in pieces:
         if piece.parent:
             behind.setdefault(piece.parent, piece)
-    followers = set()
+    following: dict[bytes, Piece] = {}
     for piece in pieces:
-        follower = behind.get(piece.key)
-        if follower is not None and piece.pages == chunk_pages and follower.places == piece.places:
-            followers.add(follower.key)
-    found = []
-    for piece in pieces:
-        if piece.key in followers:
-            continue
-        run = [piece]
-        while (follower := behind.get(run[-1].key)) is not None and follower.key in followers:
-            if run[-1].pages != chunk_pages or follower.places != piece.places:
-                break
-            run.append(follower)
-        found.append(run)
+        next_one = behind.get(piece.key)
+        if next_one is not None and piece.pages == chunk_pages and next_one.places == piece.places:
+            following[piece.key] = next_one
+    inside = {piece.key for piece in following.values()}
+    found = [[piece] for piece in pieces if piece.key not in inside]
+    for run in found:
+        while (next_one := following.get(run[-1].key)) is not None:
+            run.append(next_one)
     return found

@@ -554,6 +554,9 @@ class SchedulerSide:
             self.client.finish_store(storing)
             return not storing.dropped
         number = self.client.share(storing)
+        if not number:  # the node has just gone
+            self.client.finish_store(storing)
+            return False
         self._savings[number] = _Saving(storing, "", 0, self._ranks, run)
         step.saves.append(Save("", number, 0, (tuple(block for piece in run for block in piece.blocks),)))
         return None

@@ -270,6 +270,21 @@ def test_what_is_stored_is_not_lost_and_what_is_not_is(free: bool) -> None:
     assert bench.counts["lost_tokens", ""] == 32
 
 
+@pytest.mark.parametrize("good", [True, False])
+def test_what_is_used_again_while_it_is_being_stored_is_stored_once(good: bool) -> None:
+    """Few blocks are free, and a store takes several steps."""
+    bench = Bench()
+    bench.learn("a", 1, 2)
+    (piece,) = bench.step(took=2)
+    bench.learn("a", 1, 2)
+    assert bench.step(took=2) == []
+    (bench.offloading.stored if good else bench.offloading.failed)(piece)
+    bench.memory.queue = [2, 1]
+    assert keys(bench.step(took=2)) == [b"a1"], "whether it is still there its owner tells"
+    bench.offloading.stored(piece)
+    assert not bench.offloading._early
+
+
 def test_what_ends_after_all_was_forgotten_is_of_no_account() -> None:
     """The same prompt again, with other weights: its keys are the same."""
     bench = Bench()
