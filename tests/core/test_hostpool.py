@@ -119,6 +119,30 @@ def _resident(pool: HostPool) -> int:
     return os.stat(f"/proc/self/fd/{pool.fd}").st_blocks * 512
 
 
+def test_prefault_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a CPU where no other thread wants it, and little memory at a time, as nobody can map any meanwhile."""
+    monkeypatch.setattr(hostpool, "FAULT_STEP", 4 << 20)
+    asked: list[tuple[int, int, int]] = []
+
+    class Libc:
+        def madvise(self, address: int, size: int, advice: int) -> int:
+            nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+            asked.append((address - pool.address, size, nice))
+            return 0
+
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    pool = HostPool((9 << 20) + 4096)
+    monkeypatch.setattr(hostpool, "_libc", Libc())
+    grown = threading.Event()
+    pool.start_prefault(threading.Lock(), grown.set)
+    assert grown.wait(30)
+    sizes = [1 << 20] * 9 + [4096]
+    assert [(at, size) for at, size, _ in asked] == [(n << 20, size) for n, size in enumerate(sizes)]
+    assert [nice for _, _, nice in asked] == [usual] * 4 + [max(usual, 10)] * 6
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == usual
+    pool.close()
+
+
 def test_prefault_works_where_the_kernel_cannot_populate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hostpool, "_MADV_POPULATE_WRITE", 12345)
     pool = HostPool(2 << 20)

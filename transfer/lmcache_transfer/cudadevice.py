@@ -167,37 +167,38 @@ class CudaKernels:
                 at += len(group.planes)
 
     def gather(
-        self, layers: range, numbers: int, pages: int, chunk: int, page_stride: int, stream: interface.Stream
+        self, layers: range, numbers: int, parts: Sequence[interface.Part], page_stride: int, stream: interface.Stream
     ) -> None:
-        self._launch(self._kernels.gather, layers, numbers, pages, chunk, page_stride, stream)
+        self._launch(self._kernels.gather, layers, numbers, parts, page_stride, stream)
 
     def scatter(
-        self, layers: range, numbers: int, pages: int, chunk: int, page_stride: int, stream: interface.Stream
+        self, layers: range, numbers: int, parts: Sequence[interface.Part], page_stride: int, stream: interface.Stream
     ) -> None:
-        self._launch(self._kernels.scatter, layers, numbers, pages, chunk, page_stride, stream)
+        self._launch(self._kernels.scatter, layers, numbers, parts, page_stride, stream)
 
     def _launch(
         self,
         kernel: Any,
         layers: range,
         numbers: int,
-        pages: int,
-        chunk: int,
+        parts: Sequence[interface.Part],
         page_stride: int,
         stream: interface.Stream,
     ) -> None:
         page_units = self._layout.page_units
-        for launch in self._launches[layers]:
-            payload = Payload(page_units, page_stride, launch.plane_stride, launch.units.unit_bytes)
-            call = arrange(
-                launch.units,
-                payload,
-                planes=launch.planes,
-                chunk=chunk + launch.offset,
-                numbers=numbers,
-                count=pages * page_units,
-            )
-            kernel(call, stream, max_blocks=self._max_blocks)
+        for pages, address in parts:
+            for launch in self._launches[layers]:
+                payload = Payload(page_units, page_stride, launch.plane_stride, launch.units.unit_bytes)
+                call = arrange(
+                    launch.units,
+                    payload,
+                    planes=launch.planes,
+                    chunk=address + launch.offset,
+                    numbers=numbers,
+                    count=pages * page_units,
+                )
+                kernel(call, stream, max_blocks=self._max_blocks)
+            numbers += 8 * pages * page_units
 
     def close(self) -> None:
         self._table.close()

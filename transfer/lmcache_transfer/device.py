@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lmcache_cuda.device import Piece
 from lmcache_transfer.paged import PagedLayout
 
-__all__ = ["Device", "Event", "Kernels", "Memory", "Numbers", "Piece", "Stream"]
+__all__ = ["Device", "Event", "Kernels", "Memory", "Numbers", "Part", "Piece", "Stream"]
 
 
 class Event(Protocol):
@@ -78,17 +78,24 @@ class Numbers(Protocol):
         ...
 
 
+class Part(NamedTuple):
+    """Pages that lie at one distance from each other."""
+
+    pages: int
+    address: int
+
+
 class Kernels(Protocol):
     """Gather and scatter for one `PagedLayout`."""
 
-    def gather(self, layers: range, numbers: int, pages: int, chunk: int, page_stride: int, stream: Stream) -> None:
-        """Copy pages, whose units have the numbers at `numbers`, from the engine's memory to `chunk`, one behind
-        another at `page_stride`, of each these layers only: all, or one. Of units with negative numbers nothing is
-        copied. `chunk` is memory of the device, or pinned memory of the host."""
+    def gather(self, layers: range, numbers: int, parts: Sequence[Part], page_stride: int, stream: Stream) -> None:
+        """Copy pages, whose units have the numbers at `numbers`, from the engine's memory to where `parts` say, those
+        of a part one behind another at `page_stride`, of each these layers only: all, or one. Of units with negative
+        numbers nothing is copied. It is memory of the device, or pinned memory of the host."""
         ...
 
-    def scatter(self, layers: range, numbers: int, pages: int, chunk: int, page_stride: int, stream: Stream) -> None:
-        """Copy them from `chunk` to the engine's memory."""
+    def scatter(self, layers: range, numbers: int, parts: Sequence[Part], page_stride: int, stream: Stream) -> None:
+        """Copy them from there to the engine's memory."""
         ...
 
     def close(self) -> None: ...

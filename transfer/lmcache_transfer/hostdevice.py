@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 
 from lmcache_core.errors import TransferError
 from lmcache_transfer.device import Event, Numbers, Piece, Stream
-from lmcache_transfer.layout import Plane
-from lmcache_transfer.memory import array_over
+from lmcache_transfer.hostkernels import HostKernels
 from lmcache_transfer.paged import PagedLayout
-from lmcache_transfer.plans import Plan, plan_copies
 
 __all__ = ["HostDevice"]
 
@@ -123,91 +121,6 @@ class HostNumbers:
 
     def close(self) -> None:
         self._array = self._array[:0]
-
-
-class HostKernels:
-    """Satisfies `Kernels`."""
-
-    def __init__(self, layout: PagedLayout) -> None:
-        self._layout = layout
-        self._plans: dict[range, tuple[Plan, Plan]] = {}
-
-    def gather(self, layers: range, numbers: int, pages: int, chunk: int, page_stride: int, stream: Stream) -> None:
-        self._submit(layers, numbers, pages, chunk, page_stride, stream, gather=True)
-
-    def scatter(self, layers: range, numbers: int, pages: int, chunk: int, page_stride: int, stream: Stream) -> None:
-        self._submit(layers, numbers, pages, chunk, page_stride, stream, gather=False)
-
-    def _submit(
-        self, layers: range, numbers: int, pages: int, chunk: int, page_stride: int, stream: Stream, *, gather: bool
-    ) -> None:
-        assert isinstance(stream, HostStream)
-        stream.do(lambda: self._copy(layers, numbers, pages, chunk, page_stride, gather=gather))
-
-    def _copy(self, layers: range, numbers: int, pages: int, chunk: int, page_stride: int, *, gather: bool) -> None:
-        layout = self._layout
-        units = array_over(numbers, (pages, layout.page_units), "=i8", owners=None).astype(np.intp)
-        nbytes = len(layers) * layout.page_layer_bytes
-        present = units >= 0
-        if not present.all():
-            planes = [plane for layer in layers for plane in layout.planes[layer]]
-            _copy_units(planes, units, present, chunk, page_stride, gather=gather)
-            return
-        plan = self._plan(layers)[0 if gather else 1]
-        index = plan.index(units)
-        copy = plan.gather if gather else plan.scatter
-        if page_stride == nbytes:
-            copy(index, _bytes_at(chunk, pages * nbytes))
-            return
-        for page in range(pages):
-            copy(index[page : page + 1], _bytes_at(chunk + page * page_stride, nbytes))
-
-    def _plan(self, layers: range) -> tuple[Plan, Plan]:
-        found = self._plans.get(layers)
-        if found is None:
-            planes = [plane for layer in layers for plane in self._layout.planes[layer]]
-            found = self._plans[layers] = plan_copies(planes, self._layout.page_units, self._layout.owners)
-        return found
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def _bytes_at(address: int, nbytes: int) -> memoryview:
-    return array_over(address, (nbytes,), "|u1", owners=None).data
-
-
-def _copy_units(
-    planes: Sequence[Plane],
-    units: NDArray[np.intp],
-    present: NDArray[np.bool_],
-    chunk: int,
-    page_stride: int,
-    *,
-    gather: bool,
-) -> None:
-    """Copy units one by one, those that are present."""
-    start = 0
-    for plane in planes:
-        shape = plane.shape
-        sizes = tuple(axis.size for axis in shape.outer)
-        strides = tuple(axis.stride for axis in shape.outer)
-        for page, place in np.argwhere(present).tolist():
-            block, unit = divmod(int(units[page, place]), shape.units)
-            paged = array_over(
-                plane.address + block * shape.block_stride + unit * shape.unit_stride,
-                (*sizes, shape.run),
-                "|u1",
-                strides=(*strides, 1),
-                owners=None,
-            )
-            at = chunk + page * page_stride + start + place * shape.unit_bytes
-            flat = array_over(at, (*sizes, shape.run), "|u1", owners=None)
-            if gather:
-                flat[...] = paged
-            else:
-                paged[...] = flat
-        start += shape.unit_bytes * units.shape[1]
 
 
 class HostDevice:

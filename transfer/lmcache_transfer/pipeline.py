@@ -13,30 +13,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmcache_core.errors import LayoutError
-from lmcache_transfer.device import Device, Event, Kernels, Memory, Numbers, Piece, Stream
+from lmcache_transfer.device import Device, Event, Kernels, Memory, Numbers, Part, Piece, Stream
 from lmcache_transfer.layout import Plane
 from lmcache_transfer.paged import PagedLayout
 
-__all__ = ["Inward", "Move", "Outward", "Part", "way_of"]
+__all__ = ["Inward", "Move", "Outward", "way_of"]
 
 MOST_UNDER_WAY = 32
 """Turns of a direction, each of some ten operations. A driver takes about a thousand."""
 
 Split = Callable[[Sequence[Piece]], Sequence[Piece]]
 """Cuts pieces where memory of the host was pinned in parts."""
-
-
-class Part(NamedTuple):
-    """Pages that lie together in host memory, `[page][layer][bytes]`."""
-
-    pages: int
-    address: int
 
 
 @dataclass
@@ -48,6 +40,7 @@ class Move:
     units: NDArray[np.int64]
     """Their units, `[page, unit]`, those of all parts one behind another."""
     parts: Sequence[Part]
+    """In host memory, `[page][layer][bytes]` each."""
     owners: object = None
     """Kept until all copies have ended."""
     numbers: Numbers | None = None
@@ -70,6 +63,11 @@ class Move:
     def numbers_from(self, page: int) -> int:
         assert self.numbers is not None
         return self.numbers.address + 8 * page * self.layout.page_units
+
+    def parts_of(self, layers: range) -> list[Part]:
+        """Where these layers begin in each part."""
+        inside = layers.start * self.layout.page_layer_bytes
+        return [Part(part.pages, part.address + inside) for part in self.parts]
 
     def rounds(self, layers: range, room: int) -> Iterator[range]:
         """Pages, as many at a time as there is room for."""
@@ -207,18 +205,17 @@ class Outward(Direction):
         self.kernel.wait(computed)
         move.send(self._device, self.kernel)
         if way == "mapped":
-            for first, part in move.within(range(len(move.units))):
-                at = part.address + layers.start * move.layout.page_layer_bytes
-                numbers = move.numbers_from(first)
-                move.kernels.gather(layers, numbers, part.pages, at, move.layout.page_bytes, self.kernel)
-                self._bound(self.kernel)
+            numbers, parts = move.numbers_from(0), move.parts_of(layers)
+            move.kernels.gather(layers, numbers, parts, move.layout.page_bytes, self.kernel)
+            self._bound(self.kernel)
             return
         stride = len(layers) * move.layout.page_layer_bytes
         for pages in move.rounds(layers, self._room):
             buffer, full, empty = self._next()
             self.kernel.wait(empty)
             numbers = move.numbers_from(pages.start)
-            move.kernels.gather(layers, numbers, len(pages), buffer.address, stride, self.kernel)
+            staged = [Part(len(pages), buffer.address)]
+            move.kernels.gather(layers, numbers, staged, stride, self.kernel)
             self.kernel.record(full)
             self.dma.wait(full)
             pieces = [Piece(here, there, size) for there, here, size in move.slices(layers, pages, buffer.address)]
@@ -255,11 +252,9 @@ class Inward(Direction):
         move.send(self._device, self.kernel)
         if way == "mapped":
             self.kernel.wait(start)
-            for first, part in move.within(range(len(move.units))):
-                at = part.address + layers.start * move.layout.page_layer_bytes
-                numbers = move.numbers_from(first)
-                move.kernels.scatter(layers, numbers, part.pages, at, move.layout.page_bytes, self.kernel)
-                self._bound(self.kernel)
+            numbers, parts = move.numbers_from(0), move.parts_of(layers)
+            move.kernels.scatter(layers, numbers, parts, move.layout.page_bytes, self.kernel)
+            self._bound(self.kernel)
             return
         stride = len(layers) * move.layout.page_layer_bytes
         for pages in move.rounds(layers, self._room):
@@ -271,7 +266,8 @@ class Inward(Direction):
             self.kernel.wait(full)
             self.kernel.wait(start)
             numbers = move.numbers_from(pages.start)
-            move.kernels.scatter(layers, numbers, len(pages), buffer.address, stride, self.kernel)
+            staged = [Part(len(pages), buffer.address)]
+            move.kernels.scatter(layers, numbers, staged, stride, self.kernel)
             self.kernel.record(empty)
             self._bound(self.kernel)
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from lmcache_transfer.layout import Plane, PlaneShape
 from lmcache_transfer.memory import array_over
 
-__all__ = ["RowPlan", "gather_rows", "scatter_rows"]
+__all__ = ["LONGEST_ROW", "RowPlan", "gather_rows", "largest_divisor", "scatter_rows"]
 
 LONGEST_ROW = 512
 LONGEST_OVERLAPPING_ROW = 256
@@ -46,14 +46,14 @@ class Rows(NamedTuple):
 
 def gather_rows(planes: Sequence[Plane]) -> Rows:
     """Rows side by side."""
-    row = _largest_divisor(_common_step(planes), LONGEST_ROW)
+    row = largest_divisor(_common_step(planes), LONGEST_ROW)
     return Rows(row, row)
 
 
 def scatter_rows(planes: Sequence[Plane]) -> Rows:
     """The same, or longer ones that overlap: what they must divide is only what lies together."""
     side_by_side = gather_rows(planes)
-    row = _largest_divisor(math.gcd(*(plane.shape.run for plane in planes)), LONGEST_OVERLAPPING_ROW)
+    row = largest_divisor(math.gcd(*(plane.shape.run for plane in planes)), LONGEST_OVERLAPPING_ROW)
     return Rows(row, math.gcd(row, _common_step(planes))) if row > side_by_side.row else side_by_side
 
 
@@ -63,7 +63,8 @@ def _common_step(planes: Sequence[Plane]) -> int:
     return math.gcd(*steps, *(plane.address - first for plane in planes))
 
 
-def _largest_divisor(number: int, limit: int) -> int:
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest up to a limit."""
     return next(size for size in range(min(number, limit), 0, -1) if number % size == 0)
 
 

@@ -13,11 +13,11 @@ from numpy.typing import ArrayLike, NDArray
 from lmcache_core.errors import ConfigError, LayoutError, UsageError
 from lmcache_core.streaming import Copying, Layer
 from lmcache_core.units import ByteSize
-from lmcache_transfer.device import Device, Kernels
+from lmcache_transfer.device import Device, Kernels, Part
 from lmcache_transfer.paged import Layer as LayerTensors
 from lmcache_transfer.paged import Layout, PagedLayout
 from lmcache_transfer.pinned import PinnedMemory
-from lmcache_transfer.pipeline import Move, Part, way_of
+from lmcache_transfer.pipeline import Move, way_of
 from lmcache_transfer.rooms import Room, Rooms
 from lmcache_transfer.streams import Load, Store, StreamThread
 
