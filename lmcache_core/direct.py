@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from lmcache_core.arguments import seconds
 from lmcache_core.client import (
@@ -47,28 +46,6 @@ PLANNED = 64
 PAUSE = 0.0005
 """Seconds between the turns of a clear or a long store: the mutex is nobody's by right, and whoever has let go of it
 takes it again before one who waits for it is awake."""
-
-
-async def _answer(
-    read: Callable[[], Coroutine[Any, Any, list[ReadResult]]], ended: Future[list[ReadResult]], seconds: float
-) -> bool:
-    """Whether a read ends in time. It is told as `ended` when it does."""
-    try:
-        task = asyncio.ensure_future(read())
-    except Exception as error:  # noqa: BLE001  a plugin's; whoever waits must hear of it
-        ended.set_exception(error)
-        return True
-
-    def tell(task: asyncio.Task[list[ReadResult]]) -> None:
-        failure = CancelledError() if task.cancelled() else task.exception()
-        if failure is None:
-            ended.set_result(task.result())
-        else:
-            ended.set_exception(failure)
-
-    task.add_done_callback(tell)
-    done, _ = await asyncio.wait([task], timeout=seconds)
-    return bool(done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +238,10 @@ class DirectClient:
         holding: Holding = held.handle
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
-            if not holding.lease.active or number in holding.slots:
+            pieces = holding.lease.found.pieces
+            if not holding.lease.active or number in holding.slots or not 0 <= number < len(pieces):
                 return None
-            piece = holding.lease.found.pieces[number]
+            piece = pieces[number]
             entry = piece.entry
             tier = index.source(entry)
             if tier is None or self.node.past_host(tier.number) is None:
@@ -274,13 +252,12 @@ class DirectClient:
 
     def read_past_host(self, found: PastHost, address: int, back: CopyBack) -> DirectReading:
         """See `ReadsPastHost`."""
-        backend = self.node.past_host(found.number)
-        assert backend is not None
+        reads = self.node.past_host(found.number)
+        assert reads is not None
         read = DirectRead(found.chunk, found.shard, 0, found.pages, address)
         ended: Future[list[ReadResult]] = Future()
         ended.set_running_or_notify_cancel()
-        deadline = self.node.config.tiers[found.number].read_timeout
-        answered = self.node.start(_answer(lambda: backend.read_direct([read], back), ended, deadline))
+        answered = self.node.start(reads.read(read, back, ended))
         return DirectReading(answered, ended)
 
     def consume(self, held: Held, parts: int) -> None:

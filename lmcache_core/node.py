@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from lmcache_core.coding.recipe import recipe_of
 from lmcache_core.config import Config, TierConfig
 from lmcache_core.counts import Counts
+from lmcache_core.directreads import DirectReads
 from lmcache_core.errors import BackendError, ConfigError, LayoutError
 from lmcache_core.framing import Framer
 from lmcache_core.guard import IndexGuard
@@ -30,7 +31,7 @@ from lmcache_core.index.shares import OwnerKind, ShareRules
 from lmcache_core.namespace import Group, GroupKind, Namespace
 from lmcache_core.pins import KeptPins
 from lmcache_core.probe import Prober
-from lmcache_core.protocols import DeviceDirect, RemembersUse, Scannable, StorageBackend
+from lmcache_core.protocols import RemembersUse, Scannable, StorageBackend
 from lmcache_core.ratelog import RateLog
 from lmcache_core.reports import Reports
 from lmcache_core.runtime import Runtime
@@ -266,11 +267,9 @@ class Node:
         mutex. Returns what is done when the answer is there, None if there is nothing to wait for."""
         return self._prober.ask(spaces, keys, first_page, places)
 
-    def past_host(self, number: int) -> DeviceDirect | None:
-        """The backend of a tier, if it reads plain chunks into a device's memory."""
-        runner = self.runners[number]
-        backend = runner.backend
-        return backend if runner.plain and isinstance(backend, DeviceDirect) else None
+    def past_host(self, number: int) -> DirectReads | None:
+        """Reads of a tier into a device's memory, if it has such."""
+        return self.runners[number].direct
 
     def start(self, work: Any) -> Future[Any]:
         """Run a coroutine on the node's event loop.

@@ -16,6 +16,7 @@ from lmcache_core import frame
 from lmcache_core.coding.coder import TierCoder
 from lmcache_core.coding.recipe import Recipe
 from lmcache_core.config import TierConfig
+from lmcache_core.directreads import DirectReads
 from lmcache_core.errors import BackendError, ConfigError
 from lmcache_core.events import TierEvents
 from lmcache_core.framing import Framer
@@ -26,6 +27,7 @@ from lmcache_core.protocols import (
     Chunk,
     ChunkKey,
     Describes,
+    DeviceDirect,
     ReadResult,
     RemembersUse,
     Scannable,
@@ -60,8 +62,10 @@ class TierRunner:
         self._remote = not isinstance(backend, Scannable)
         """Something on the way may damage all that it gives; a drive's damage is that of one chunk."""
         self.health = TierHealth(number, config, backend, events, faults, self._busy_at_all, self._stop_queues)
-        self.plain = recipe.plain
-        """Its chunks are stored as they are."""
+        self.direct: DirectReads | None = None
+        """Reads into a device's memory, if it has such: its chunks must be stored as they are."""
+        if recipe.plain and isinstance(backend, DeviceDirect):
+            self.direct = DirectReads(number, config, backend, self.health, events, lambda: self._pump())
         self.coder = TierCoder(config.name, recipe, framer, partial(events.counted, number), faults)
         self._events = events
         self._log = faults
@@ -93,7 +97,7 @@ class TierRunner:
         return len(self._reads) + len(self._mutations) + self._reading + self._mutating
 
     def _busy_at_all(self) -> bool:
-        return bool(self._reading or self._mutating)
+        return bool(self._reading or self._mutating) or (self.direct is not None and self.direct.busy)
 
     async def close(self, grace: float) -> None:
         """Finish what is queued within `grace` seconds and close the backend."""
@@ -105,6 +109,8 @@ class TierRunner:
         self.health.stop()
         for task in list(self._tasks):
             task.cancel()
+        if self.direct is not None:
+            self.direct.cancel()
         await self.health.close(grace)
 
     @property
@@ -154,7 +160,8 @@ class TierRunner:
                     self._mutations.popleft()
             self._mutating += 1
             self._spawn(self._mutate(batch), partial(self._leave_mutations, batch))
-        if self._timers or self._mutations or self._mutating > self._late:
+        awaited = self.direct is not None and self.direct.awaited
+        if self._timers or self._mutations or self._mutating > self._late or awaited:
             self._idle.clear()
         else:
             self._idle.set()

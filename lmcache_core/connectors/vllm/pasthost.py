@@ -15,6 +15,7 @@ from lmcache_core.client import AHEAD, DirectReading, Grant, Held, PastHost, Rea
 from lmcache_core.errors import LMCacheError
 from lmcache_core.protocols import ReadResult
 from lmcache_core.streaming import DeviceRoom, DeviceRooms
+from lmcache_core.units import format_size
 
 __all__ = ["DeviceMemory", "PastHostLoad"]
 
@@ -29,11 +30,13 @@ class DeviceMemory:
 
     Args:
         device: Whose they are.
+        warn: Logs a line, at most one a kind and interval.
         most: Bytes of all of them.
     """
 
-    def __init__(self, device: DeviceRooms, most: int = MOST) -> None:
+    def __init__(self, device: DeviceRooms, warn: Callable[[str, str], object], most: int = MOST) -> None:
         self._device = device
+        self._warn = warn
         self._most = most
         self._lock = threading.Lock()
         self._unused: list[tuple[int, DeviceRoom]] = []
@@ -50,7 +53,15 @@ class DeviceMemory:
         """A room of at least so many bytes to read to; None if there is none now, enough is being read, or a medium
         hangs."""
         with self._lock:
-            if self._late or self._reading >= AT_ONCE or nbytes > self._most:
+            if self._late or self._reading >= AT_ONCE:
+                return None
+            if nbytes > self._most:
+                most = format_size(self._most)
+                self._warn(
+                    "past host",
+                    f"a chunk of {format_size(nbytes)} is read through host memory, as there is {most} of the device's "
+                    "for past_host; a smaller chunk_tokens makes smaller ones",
+                )
                 return None
             self._size = max(self._size, nbytes)
             while self._unused:
@@ -65,8 +76,14 @@ class DeviceMemory:
             size = self._size
             try:
                 room = self._device.room(size)
-            except LMCacheError:  # it has no more; what there is must do
+            except LMCacheError as error:  # it has no more; what there is must do
                 self._most = self._taken
+                there = format_size(self._taken)
+                self._warn(
+                    "past host",
+                    f"the device has no more than {there} for past_host, and what does not fit there is read through "
+                    f"host memory; leave it more, as by a smaller gpu_memory_utilization: {error}",
+                )
                 return None
             self._taken += size
             return size, room

@@ -110,7 +110,7 @@ class WorkerSide:
     def _device_memory(self, kv: EngineKV) -> DeviceMemory | None:
         """Where chunks are read past the host."""
         if isinstance(kv.streams, DeviceRooms):
-            return DeviceMemory(kv.streams)
+            return DeviceMemory(kv.streams, self._warn)
         self._warn("past host", "past_host is of no use: this engine's KV is not copied on streams of a device")
         return None
 

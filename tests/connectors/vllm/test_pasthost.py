@@ -244,13 +244,14 @@ def test_a_medium_that_hangs_costs_its_deadline_once() -> None:
         world.generate("c", prompt("cdef12"))
         world.forget("cpu")
         hanging(world, shelf, True)
-        assert world.generate("b", prompt("ab12")) == 32, "through the host"
-        assert world.generate("d", prompt("cdef12")) == 64
+        assert world.generate("b", prompt("ab12")) == 0, "the tier is left alone, as with reads through the host"
+        assert world.generate("d", prompt("cdef12")) == 0
         assert calls(shelf, "read_direct") == len(shelf.arrived) == 1
         hanging(world, shelf, False)
         device = world.workers[0]._device
         assert device is not None
-        until(lambda: not device._late, 5.0)
+        until(lambda: not device._late and world.node.runners[0].up, 5.0)
+        assert world.node.flush(5.0)
         world.forget("cpu")
         assert world.generate("e", prompt("cdef12")) == 64
         assert calls(shelf, "read_direct") == 3
@@ -353,11 +354,14 @@ def test_where_it_is_of_no_use_that_is_said(options: dict[str, Any], socket: boo
 class Rooms:
     """Rooms that are numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 1000) -> None:
         self.open: list[int] = []
         self.made = 0
+        self.most = most
 
     def room(self, nbytes: int) -> Any:
+        if self.made == self.most:
+            raise TransferError("out of memory")
         self.made += 1
         number, rooms = self.made, self
 
@@ -377,8 +381,13 @@ class Rooms:
 
 def test_rooms_are_used_again_and_bounded() -> None:
     rooms = Rooms()
-    memory = pasthost.DeviceMemory(rooms, most=100)
+    said: list[str] = []
+    memory = pasthost.DeviceMemory(rooms, lambda kind, text: said.append(text), most=100)
     assert memory.take(101) is None, "more than there may be, which changes nothing for others"
+    assert said == [
+        "a chunk of 101B is read through host memory, as there is 100B of the device's for past_host; a smaller "
+        "chunk_tokens makes smaller ones"
+    ]
     first, second = memory.take(40), memory.take(30)
     assert first is not None
     assert second is not None
@@ -395,3 +404,20 @@ def test_rooms_are_used_again_and_bounded() -> None:
     memory.give(larger)
     assert rooms.open == [3], "it may still be written to"
     assert memory.take(1) is None
+
+
+def test_a_device_that_has_no_more_is_told_of() -> None:
+    rooms = Rooms(most=2)
+    said: list[str] = []
+    memory = pasthost.DeviceMemory(rooms, lambda kind, text: said.append(text), most=1000)
+    taken = [memory.take(40) for _ in range(2)]
+    assert all(taken)
+    assert not said
+    assert memory.take(40) is None
+    assert [line.split(";")[0] for line in said] == [
+        "the device has no more than 80B for past_host, and what does not fit there is read through host memory"
+    ]
+    memory.give(taken[0])  # type: ignore[arg-type]
+    assert memory.take(40) == taken[0], "what there is is used"
+    assert memory.take(90) is None
+    assert len(said) == 2
