@@ -9,7 +9,7 @@ from typing import Any
 
 from lmcache_core.cli.alone import shown_time
 from lmcache_core.cli.doctor_advice import advise, memory_advice
-from lmcache_core.cli.doctor_checks import Checked, check_tier
+from lmcache_core.cli.doctor_checks import Checked, check_tier, check_together
 from lmcache_core.cli.loading import load_usable
 from lmcache_core.cli.output import Column, add_json_option, is_terminal, print_json, print_table, visible
 from lmcache_core.cli.running import connected
@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     tiers = _chosen(config, arguments.tier, loaded.provenance.name)
     node = _node(arguments, config)
     checked = _check(tiers, limit, quiet=arguments.json)
+    check_together(tiers, checked, limit)
     advise(tiers, checked)
     general = _general(config, node)
     well = not any(found.problems for found in checked) and (node is None or node["state"] == "serving")

@@ -19,7 +19,7 @@ import msgspec
 from lmcache_core.cli.alone import CLOSE_TIMEOUT, Alone, Pattern, beside, buffer, owner_of, told_by_loggers
 from lmcache_core.cli.disk_cache import can_be_inspected
 from lmcache_core.config import TierConfig
-from lmcache_core.errors import BackendError, LMCacheError
+from lmcache_core.errors import BackendError, ConfigError, LMCacheError
 from lmcache_core.iothreads import IoThreads
 from lmcache_core.protocols import (
     Advises,
@@ -33,7 +33,7 @@ from lmcache_core.protocols import (
 )
 from lmcache_core.units import format_size
 
-__all__ = ["Checked", "check_tier"]
+__all__ = ["Checked", "check_tier", "check_together"]
 
 T = TypeVar("T")
 
@@ -99,6 +99,39 @@ def check_tier(tier: TierConfig, limit: float, step: Callable[[str], None]) -> C
     alone = set(checked.problems)
     checked.advice += [text for text in dict.fromkeys(map(_line, said)) if text not in alone]
     return checked
+
+
+def check_together(tiers: Sequence[TierConfig], checked: Sequence[Checked], limit: float) -> None:
+    """Open tiers of the same backend side by side, as a node does: one may ask of the process what another forbids.
+    Those whose owners share a capacity are left alone: they would take it from each other."""
+    well = [
+        (tier, found)
+        for tier, found in zip(tiers, checked, strict=True)
+        if not found.problems and not can_be_inspected(tier.backend)
+    ]
+    for backend in dict.fromkeys(tier.backend for tier, _ in well):
+        same = [each for each in well if each[0].backend == backend]
+        if len(same) > 1:
+            with told_by_loggers(), suppress(TimeoutError):
+                most = (limit + CLOSE_TIMEOUT) * len(same)
+                beside(lambda same=same: _open_all(same, limit), most=most, grace=0.0)  # type: ignore[misc]
+
+
+async def _open_all(tiers: Sequence[tuple[TierConfig, Checked]], limit: float) -> None:
+    opened: list[Alone] = []
+    try:
+        for tier, found in tiers:
+            alone = Alone(tier, limit)
+            beside_these = ", ".join(each.tier.name for each in opened)
+            opened.append(alone)
+            try:
+                await alone.open()
+            except (BackendError, ConfigError) as error:
+                found.state = "down"
+                found.problems.append(f"it works alone, but not beside {beside_these}: {error}")
+    finally:
+        for alone in reversed(opened):
+            await alone.close()
 
 
 def _line(text: str) -> str:

@@ -21,7 +21,7 @@ from lmcache_core.cli.alone import shown_time
 from lmcache_core.cli.doctor_advice import advise, memory_advice
 from lmcache_core.cli.doctor_checks import LARGE, Checked, check_tier
 from lmcache_core.config import TierConfig
-from lmcache_core.errors import BackendError
+from lmcache_core.errors import BackendError, ConfigError
 from lmcache_core.protocols import ChunkKey, ReadResult, WriteResult
 from tests.cli.conftest import AtWork, Run
 from tests.cli.kv import fill, make_namespace, prompt_of, settings
@@ -464,3 +464,34 @@ def test_memory_is_compared_with_what_is_free(run: Run, tmp_path: Path, monkeypa
 
 def test_times_are_shown_short() -> None:
     assert [shown_time(seconds) for seconds in (1.234, 0.0123, 0.0000123)] == ["1.23 s", "12.3 ms", "12.3 µs"]
+
+
+def test_tiers_that_cannot_be_in_one_process(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each works alone, as a node would open them they don't."""
+    opened: list[CpuBackend] = []
+    closed: list[CpuBackend] = []
+    before = CpuBackend.open, CpuBackend.close
+
+    async def open_alone(backend: CpuBackend) -> None:
+        if len(opened) > len(closed):
+            raise ConfigError("mode: a and b cannot both be in one process")
+        opened.append(backend)
+        await before[0](backend)
+
+    async def close(backend: CpuBackend) -> None:
+        if backend in opened:
+            closed.append(backend)
+        await before[1](backend)
+
+    monkeypatch.setattr(CpuBackend, "open", open_alone)
+    monkeypatch.setattr(CpuBackend, "close", close)
+    file = write_config(tmp_path, {"backend": "cpu", "name": "one"}, disk(tmp_path), {"backend": "cpu", "name": "two"})
+    code, tiers, _ = checked(run, file)
+    assert code == 1
+    assert [(name, tier["state"]) for name, tier in tiers.items()] == [("one", "up"), ("disk", "up"), ("two", "down")]
+    assert tiers["two"]["problems"] == [
+        "it works alone, but not beside one: mode: a and b cannot both be in one process"
+    ]
+    assert tiers["one"]["problems"] == tiers["disk"]["problems"] == []
+    assert len(opened) == len(closed) == 3
+    assert checked(run, file, "--tier", "two")[0] == 0
