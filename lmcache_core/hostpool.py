@@ -31,11 +31,10 @@ log = logging.getLogger(__name__)
 
 FAULT_STEP = 32 << 20
 FAULT_PIECE = 1 << 20
-"""While the system makes pages, nothing else of the process maps memory or lets go of it: 20 ms in one piece, 1 ms in
-such ones."""
-NICE = 10
-"""Of threads that do it: a tenth of a CPU at most, where others want it."""
+"""While the system maps pages, nothing else of the process maps memory or lets go of it: 20 ms in one piece where it
+has to make them first, less than 1 ms in such ones where it has made them."""
 HUGE_PAGE = 2 << 20
+SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _INTERLEAVE, _MOVE = 3, 2
@@ -138,6 +137,7 @@ class HostPool:
         self._stop = threading.Event()
         self._faulter: threading.Thread | None = None
         self._prefault = prefault
+        self._makes_pages = not hugepages and not _makes_huge_pages()
         log.info("host pool: %s of host memory%s", format_size(self.capacity), " in huge pages" if hugepages else "")
 
     @property
@@ -187,7 +187,6 @@ class HostPool:
         os.close(self.fd)
 
     def _fault_all(self, mutex: threading.Lock, grown: Callable[[], None]) -> None:
-        stand_back()
         for start in range(FAULT_STEP, self.capacity, FAULT_STEP):
             if self._stop.is_set():
                 return
@@ -196,6 +195,9 @@ class HostPool:
 
     def _fault_step(self, start: int, mutex: threading.Lock) -> None:
         size = min(FAULT_STEP, self.capacity - start)
+        if self._makes_pages:
+            with contextlib.suppress(OSError):  # then they are made as they are mapped
+                os.posix_fallocate(self.fd, start, size)
         if not populate(self.address, start, size):
             self.memory[start : start + size : ALIGN] = bytes(-(-size // ALIGN))  # kernels before 5.14
         with mutex:
@@ -211,10 +213,14 @@ def populate(address: int, start: int, size: int) -> bool:
     )
 
 
-def stand_back() -> None:
-    """Have the calling thread run where no other wants to: an engine that computes on all CPUs comes first."""
-    with contextlib.suppress(OSError):  # a sandbox forbids it
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+def _makes_huge_pages() -> bool:
+    """Whether the system makes pages of 2 MiB where they are mapped; made before that, they would be small."""
+    try:
+        with open(SHMEM_ENABLED) as file:
+            setting = file.read()
+    except OSError:
+        return False
+    return not ("[never]" in setting or "[deny]" in setting)
 
 
 def _place(address: int, nbytes: int, nodes: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from lmcache_core import errors
 from lmcache_core.errors import ClosedError, LMCacheError
-from lmcache_core.hostpool import FAULT_STEP, populate, stand_back
+from lmcache_core.hostpool import FAULT_STEP, populate
 from lmcache_core.service import wire
 
 A = TypeVar("A", bound=msgspec.Struct)
@@ -107,7 +107,6 @@ class Link:
 
     def _populate(self) -> None:
         """Map the pool's pages before copies need them: each costs a fault otherwise."""
-        stand_back()
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         for start in range(0, len(self.memory), FAULT_STEP):
             if self.down or not populate(address, start, min(FAULT_STEP, len(self.memory) - start)):

@@ -119,27 +119,37 @@ def _resident(pool: HostPool) -> int:
     return os.stat(f"/proc/self/fd/{pool.fd}").st_blocks * 512
 
 
-def test_prefault_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a CPU where no other thread wants it, and little memory at a time, as nobody can map any meanwhile."""
+@pytest.mark.parametrize("setting", ["always within_size advise [never] deny force", "always [advise] never", None])
+def test_prefault_is_in_nobodys_way(setting: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody maps memory while pages are mapped: so a little at a time, and pages are made before that, unless they
+    would be small where the system makes large ones."""
+    (tmp_path / "setting").write_text(setting or "")
+    monkeypatch.setattr(hostpool, "SHMEM_ENABLED", str(tmp_path / ("setting" if setting else "none")))
     monkeypatch.setattr(hostpool, "FAULT_STEP", 4 << 20)
-    asked: list[tuple[int, int, int]] = []
+    asked: list[tuple[str, int, int]] = []
 
     class Libc:
         def madvise(self, address: int, size: int, advice: int) -> int:
-            nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-            asked.append((address - pool.address, size, nice))
+            asked.append(("map", address - pool.address, size))
             return 0
 
-    usual = os.getpriority(os.PRIO_PROCESS, 0)
-    pool = HostPool((9 << 20) + 4096)
+    def make(fd: int, start: int, size: int) -> None:
+        assert fd == pool.fd
+        asked.append(("make", start, size))
+        raise OSError("no room")  # then they are made as they are mapped
+
+    pool = HostPool((5 << 20) + 4096)
     monkeypatch.setattr(hostpool, "_libc", Libc())
+    monkeypatch.setattr(os, "posix_fallocate", make)
     grown = threading.Event()
     pool.start_prefault(threading.Lock(), grown.set)
     assert grown.wait(30)
-    sizes = [1 << 20] * 9 + [4096]
-    assert [(at, size) for at, size, _ in asked] == [(n << 20, size) for n, size in enumerate(sizes)]
-    assert [nice for _, _, nice in asked] == [usual] * 4 + [max(usual, 10)] * 6
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == usual
+    maps = [("map", n << 20, 1 << 20) for n in range(5)] + [("map", 5 << 20, 4096)]
+    if setting is None or "[never]" in setting:
+        maps[4:4] = [("make", 4 << 20, (1 << 20) + 4096)]
+        maps[0:0] = [("make", 0, 4 << 20)]
+    assert asked == maps
+    assert pool.usable == pool.capacity
     pool.close()
 
 

@@ -147,7 +147,8 @@ def case(seed: int) -> Case:
     count = draw.randint(1, total)
     numbers = generator.permutation(total)[:count].astype(np.int64)
     if draw.random() < 0.6:
-        numbers[generator.random(count) < 0.2] = -1
+        absent = generator.random(count) < 0.2
+        numbers[absent] = generator.choice([-1, -1, -2, -(1 << 31), -(1 << 62)], absent.sum())
     page_units = draw.choice([1, 2, 4, 7, count])
     payload, form = _payload(draw, page_units, len(planes), count, units.unit_bytes)
     first = draw.choice([0, 0, 0, 16, 2, 1])

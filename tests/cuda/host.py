@@ -44,6 +44,16 @@ class HostKernels:
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self.argument_bytes: int = self._library.kv_copy_bytes()
+        self._library.kv_field.restype = ctypes.c_char_p
+
+    @property
+    def argument_fields(self) -> dict[str, int]:
+        """Where each field of the argument lies for the compiler."""
+        offset = ctypes.c_uint()
+        fields: dict[str, int] = {}
+        while (name := self._library.kv_field(len(fields), ctypes.byref(offset))) is not None:
+            fields[name.decode()] = offset.value
+        return fields
 
     def launch(self, direction: str, call: Call, grid: int, block: int) -> None:
         getattr(self._library, f"walk_kv_{direction}_{call.width}")(grid, block, ctypes.byref(call.copy))

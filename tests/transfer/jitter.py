@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lmcache_transfer.hostdevice import HostDevice, HostEvent, HostMemory, HostNumbers, HostStream, ThreadStream
+from lmcache_transfer.device import Numbers, Piece
+from lmcache_transfer.hostdevice import HostDevice, HostEvent, HostMemory, HostStream, ThreadStream
 from lmcache_transfer.streams import _Latch
 
 __all__ = ["Site", "Waits", "jittered"]
@@ -24,6 +26,7 @@ Site = tuple[str, int]
 """File and line."""
 
 JITTER = 0.002
+MOST_NUMBERS = 64
 PACES = 0.1, 0.5, 1.0, 3.0
 
 
@@ -48,11 +51,19 @@ def jittered(seed: int, **options: Any) -> KeepingDevice:
 
 
 class JitterStream(ThreadStream):
-    """It is slow to be told, too: what was told in the wrong order is seen."""
+    """It is slow to be told, too: what was told in the wrong order is seen. Nobody waits for it when it is closed, as a
+    driver forgets a stream at once and still does what it has to do."""
 
     def record(self, event: Any) -> None:
         self._pause()
         super().record(event)
+
+    def close(self) -> None:
+        self._work.put(None)
+
+    def ended(self) -> None:
+        """Wait until it has done all."""
+        self._thread.join()
 
 
 class KeepingDevice(HostDevice):
@@ -66,28 +77,53 @@ class KeepingDevice(HostDevice):
         **options: Any,
     ) -> None:
         self.kept: list[NDArray[Any]] = []
+        self.streams: list[JitterStream] = []
         self._pauses = pauses
+        self._unused: list[SentNumbers] = []
+        self._lock = threading.Lock()
         super().__init__(threaded, **options)
 
     def stream(self) -> HostStream:
         pause = self._threaded if self._pauses is None else self._pauses()
-        return HostStream() if pause is None else JitterStream(pause)
+        assert pause is not None
+        stream = JitterStream(pause)
+        self.streams.append(stream)
+        return stream
 
     def memory(self, nbytes: int) -> HostMemory:
         memory = HostMemory(nbytes)
         self.kept.append(memory._array)
         return memory
 
-    def numbers(self, count: int) -> HostNumbers:
-        kept = self.kept
+    def numbers(self, count: int) -> Numbers:
+        with self._lock:
+            if self._unused:
+                return self._unused.pop()
+        return SentNumbers(self)
 
-        class Reused(HostNumbers):
-            def close(self) -> None:
-                self._array[:] = 0  # somebody else's numbers
 
-        numbers = Reused(count)
-        kept.append(numbers._array)
-        return numbers
+class SentNumbers:
+    """Numbers that a stream sends, from memory of the host, into room that is used again: as on a GPU. Others' numbers
+    are there before."""
+
+    def __init__(self, device: KeepingDevice) -> None:
+        self._device = device
+        self._host, self._there = np.zeros((2, MOST_NUMBERS), np.int64)
+        device.kept += [self._host, self._there]
+        self.address = address(self._there)
+
+    def send(self, numbers: NDArray[np.int64], stream: Any) -> None:
+        count = len(numbers)
+        self._host[:count] = numbers
+        stream.copy_all([Piece(self.address, address(self._host), 8 * count)])
+
+    def close(self) -> None:
+        with self._device._lock:
+            self._device._unused.append(self)
+
+
+def address(array: NDArray[Any]) -> int:
+    return int(array.ctypes.data)
 
 
 class Waits:

@@ -20,8 +20,9 @@ import pytest
 from numpy.typing import NDArray
 
 from lmcache_core.streaming import Copying, Layer
+from lmcache_cuda.errors import DriverError
 from lmcache_transfer.device import Event
-from lmcache_transfer.hostdevice import HostDevice
+from lmcache_transfer.pipeline import Move
 from lmcache_transfer.streamed import StreamedKV, StreamedTransfer, StreamOptions
 from lmcache_transfer.streams import Load, Store, StreamThread
 from tests.transfer.jitter import Site, Waits, jittered
@@ -42,7 +43,7 @@ class World:
     """An engine on a device, and what came of its KV."""
 
     def __init__(self, seed: int, way: str) -> None:
-        self.device: HostDevice = jittered(seed, **WAYS[way])
+        self.device = jittered(seed, **WAYS[way])
         self.transfer = StreamedTransfer(self.device, StreamOptions())
         self.memory: list[NDArray[Any]] = [np.zeros((2, BLOCKS, TOKENS, WIDTH), np.uint8) for _ in ORDER]
         self.kv: StreamedKV = self.transfer.register(self.memory, dims="2btd", page_tokens=TOKENS)
@@ -135,6 +136,25 @@ class World:
         if not all((self.memory[layer.layer][:, self.table] == 222).all() for layer in ORDER):
             self.wrong.append("given up")
 
+    def close(self) -> None:
+        """End, while a store is under way that is never ended: nothing is written afterwards."""
+        buffers = self.buffers()
+        self.kept += buffers
+        store = self.transfer.store(self.copies(buffers))
+        self.compute(lambda: time.sleep(ENGINE_TAKES))
+        store.computed(ORDER[0])
+        self.transfer.close()
+        for buffer in buffers:  # they are others' now
+            buffer[:] = bytes([77]) * len(buffer)
+        self.ended()
+        if not all(buffer == bytes([77]) * len(buffer) for buffer in buffers):
+            self.wrong.append("closed")
+
+    def ended(self) -> None:
+        """Wait until all streams, which have been closed, have done what they had to do."""
+        for stream in self.device.streams:
+            stream.ended()
+
 
 @contextmanager
 def world(seed: int, way: str) -> Iterator[World]:
@@ -143,6 +163,7 @@ def world(seed: int, way: str) -> Iterator[World]:
         yield made
     finally:
         made.transfer.close()
+        made.ended()
 
 
 def goes_wrong(seed: int, way: str) -> list[str]:
@@ -153,6 +174,7 @@ def goes_wrong(seed: int, way: str) -> list[str]:
             this.load(first, 10, layerwise=True)
             this.load(second, 20, layerwise=False)
             this.give_up(first)
+            this.close()
         except (NotInTime, AssertionError) as failure:
             this.wrong.append(repr(failure))
         return this.wrong
@@ -165,6 +187,53 @@ def test_with_all_waits_no_seed_goes_wrong(way: str) -> None:
     with ThreadPoolExecutor(8) as several:  # mostly they pause
         found = several.map(lambda seed: (seed, goes_wrong(seed, way)), range(200))
         assert {seed: wrong for seed, wrong in found if wrong} == {}
+
+
+def out_of_memory() -> Any:
+    raise DriverError("cuEventCreate failed with CUDA_ERROR_OUT_OF_MEMORY (2)", 2)
+
+
+@pytest.mark.parametrize("layers", [0, 2, LAYERS])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_store_is_told_of_when_nothing_writes_any_more_also_if_the_driver_makes_no_events(
+    way: str, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(5):
+        with world(seed, way) as this:
+            buffers = this.buffers()
+            store = this.transfer.store(this.copies(buffers))
+            for layer in ORDER[:layers]:
+                this.compute(lambda: time.sleep(ENGINE_TAKES))
+                store.computed(layer)
+            monkeypatch.setattr(this.device, "event", out_of_memory)
+            store.close()
+            failure = store.done.exception(10)
+            assert failure is None or "OUT_OF_MEMORY" in str(failure)
+            assert failure is not None or layers == LAYERS
+            for buffer in buffers:  # they are others' now
+                buffer[:] = bytes([77]) * len(buffer)
+            this.transfer.close()
+            this.ended()
+            assert all(buffer == bytes([77]) * len(buffer) for buffer in buffers)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_load_is_told_of_when_nothing_writes_any_more_also_if_the_driver_makes_no_events(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(5):
+        with world(seed, way) as this:
+            this.compute(lambda: time.sleep(ENGINE_TAKES))
+            load = this.transfer.load(this.copies(this.buffers()), ORDER)
+            monkeypatch.setattr(this.device, "event", out_of_memory)
+            failure = load.done.exception(10)
+            assert failure is None or "OUT_OF_MEMORY" in str(failure)
+            for memory in this.memory:  # the blocks are others' now
+                memory[:, this.table] = 77
+            load.close()
+            this.transfer.close()
+            this.ended()
+            assert all((memory[:, this.table] == 77).all() for memory in this.memory)
 
 
 def a_layer_is_told_before_its_event_is_recorded(patch: pytest.MonkeyPatch) -> None:
@@ -204,11 +273,17 @@ def a_layer_is_handed_over_before_its_event_is_recorded(patch: pytest.MonkeyPatc
     patch.setattr(Store, "_submit", submit)
 
 
+def the_numbers_of_blocks_are_sent_on_a_stream_that_does_not_use_them(patch: pytest.MonkeyPatch) -> None:
+    send = Move.send
+    patch.setattr(Move, "send", lambda self, device, stream: send(self, device, device.engine_stream()))
+
+
 ORDERS = [
     a_layer_is_told_before_its_event_is_recorded,
     the_end_of_a_load_is_told_before_its_event_is_recorded,
     that_blocks_are_read_is_told_before_its_event_is_recorded,
     a_layer_is_handed_over_before_its_event_is_recorded,
+    the_numbers_of_blocks_are_sent_on_a_stream_that_does_not_use_them,
 ]
 
 
@@ -245,4 +320,4 @@ def test_without_any_single_wait_something_goes_wrong() -> None:
             if not any(goes_wrong(seed, way) for seed in range(20) for way in ways):
                 needless.append(site)
     assert needless == []
-    assert len(places) == 18
+    assert len(places) == 19

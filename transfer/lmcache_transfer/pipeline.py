@@ -152,6 +152,7 @@ class Direction:
         self._empty = [device.event() for _ in range(2)]
         self._turn = 0
         self._joined = device.event()
+        self._last = device.event()
         self._under_way: deque[Event] = deque()
 
     def _next(self) -> tuple[Memory, Event, Event]:
@@ -180,10 +181,16 @@ class Direction:
             return [layers]
         return [range(layer, layer + 1) for layer in layers]
 
+    def wait(self) -> None:
+        """Wait for all that was submitted."""
+        for stream in (self.kernel, self.dma):
+            stream.record(self._last)
+            self._last.synchronize()
+
     def close(self) -> None:
         """Nothing is under way any more."""
         closing: list[Stream | Memory | Event] = [self.kernel, self.dma, *self._buffers, *self._under_way]
-        for each in (*closing, *self._full, *self._empty, self._joined):
+        for each in (*closing, *self._full, *self._empty, self._joined, self._last):
             each.close()
 
 

@@ -81,6 +81,8 @@ class Load:
         self._events = {layer: (device.event(), _Latch()) for layer in order}
         self._all, self._latch = device.event(), _Latch()
         self.start = device.event()
+        self.ending = device.event()
+        """When all has been copied: made before anything is, as it could not be told afterwards that there is none."""
         device.engine_stream().record(self.start)
 
     def submitted(self, layer: Layer, record: Callable[[Event], None]) -> None:
@@ -142,6 +144,8 @@ class Store:
         self._device = thread.device
         self._events: list[Event] = []
         self._read = self._device.event()
+        self.ending = self._device.event()
+        """See `Load.ending`."""
         self._latch = _Latch()
         self._told: set[Layer] = set()
         self._ended = False
@@ -292,7 +296,8 @@ class StreamThread:
         except Exception as error:  # noqa: BLE001  whatever it is, nobody may wait for ever
             failure = error
         load.ended(self.into.end)
-        self._end(1, self.into.end, load.done, [move for _, move in load.jobs], failure)
+        moves = [move for _, move in load.jobs]
+        self._end(1, self.into.end, _Ending(load.ending, load.done, moves, failure))
 
     def outward(self, store: Store, jobs: Sequence[tuple[Move, range]], computed: Event) -> None:
         """Copy some layers of some moves."""
@@ -312,26 +317,17 @@ class StreamThread:
         except Exception as error:  # noqa: BLE001  whatever it is, nobody may wait for ever
             store.failure = store.failure or error
             store.submitted(good=False)
-        self._end(0, self.out.end, store.done, [move for _, move in store.jobs], store.failure)
+        moves = [move for _, move in store.jobs]
+        self._end(0, self.out.end, _Ending(store.ending, store.done, moves, store.failure))
 
-    def _end(
-        self,
-        direction: int,
-        record: Callable[[Event], None],
-        future: Future[None],
-        moves: Sequence[Move],
-        failure: Exception | None,
-    ) -> None:
-        event: Event | None = None
+    def _end(self, direction: int, record: Callable[[Event], None], ending: _Ending) -> None:
         try:
-            event = self.device.event()
-            record(event)
+            record(ending.event)
         except Exception as error:  # noqa: BLE001  the device is lost, and nothing of it will ever write again
-            if event is not None:
-                event.close()
-            _tell(future, failure or error)
+            ending.event.close()
+            _tell(ending.future, ending.failure or error)
             return
-        self._endings[direction].put(_Ending(event, future, moves, failure))
+        self._endings[direction].put(ending)
 
     # On the threads that wait
 
@@ -376,8 +372,10 @@ class StreamThread:
         for thread in self._threads[1:]:
             thread.join()
         with self.device.entered():
-            self.out.close()
-            self.into.close()
+            for direction in (self.out, self.into):  # of a store that was never ended, too
+                with contextlib.suppress(Exception):  # the device is lost, and nothing of it will ever write again
+                    direction.wait()
+                direction.close()
 
 
 def _tell(future: Future[None], failure: Exception | None) -> None:
