@@ -20,7 +20,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from tests.vllm.models import VOCABULARY
 
-__all__ = ["MODULE", "Answer", "Engine", "Failed", "Inside", "Stuck", "prompt", "transfer_config"]
+__all__ = ["MODULE", "Answer", "Engine", "Failed", "Inside", "Stuck", "ours_of", "prompt", "transfer_config"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -89,14 +89,14 @@ class Inside:
     @property
     def connector(self) -> Any:
         """Ours, on the scheduler's side; None in an engine without us."""
-        return _ours(self.core.scheduler.connector)
+        return ours_of(self.core.scheduler.connector)
 
     @property
     def worker(self) -> Any:
         """Ours, on the worker's side."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return _ours(get_kv_transfer_group())
+        return ours_of(get_kv_transfer_group())
 
     def generate(
         self, prompts: Sequence[Sequence[int]], tokens: int = 8, *, salt: str | None = None, **params: Any
@@ -171,7 +171,7 @@ class Inside:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def _ours(connector: Any) -> Any:
+def ours_of(connector: Any) -> Any:
     """What vLLM has as its connector, or ours of those that it has."""
     several = getattr(connector, "sub_connectors", None)
     return connector if several is None else next(each for each in several if type(each).__module__.startswith(MODULE))

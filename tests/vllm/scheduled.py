@@ -25,6 +25,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -35,7 +36,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_core.connectors.vllm import LMCacheCoreConnector
-from tests.vllm.engine import transfer_config
+from tests.vllm.engine import ours_of, transfer_config
 
 __all__ = ["BLOCK", "Arithmetic", "Scheduled", "answers"]
 
@@ -105,6 +106,7 @@ class Scheduled:
         blocks: Of the engine's KV cache.
         windows: Whether there is a cache group of a sliding window besides.
         events: Whether vLLM's KV events are on.
+        others: Settings of further connectors, which vLLM's `MultiConnector` asks before us or after us.
         in_flight: Steps that are planned before the first of them is carried out; above 1 by vLLM's `AsyncScheduler`.
     """
 
@@ -117,6 +119,8 @@ class Scheduled:
         windows: bool = False,
         in_flight: int = 1,
         events: bool = False,
+        others: Sequence[dict[str, Any]] = (),
+        others_first: bool = True,
         **options: Any,
     ) -> None:
         init_none_hash(sha256)
@@ -132,6 +136,15 @@ class Scheduled:
             kv_cache_tensors=[],
             kv_cache_groups=groups,
         )
+        transfer = transfer_config(cache, **options)
+        if others:
+            all_of_them = [*others, transfer] if others_first else [transfer, *others]
+            transfer = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"connectors": all_of_them},
+            }
         caching = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
         caching.kv_cache_layout = "LBHNC"
         caching.num_gpu_blocks = blocks
@@ -149,7 +162,7 @@ class Scheduled:
                 disable_hybrid_kv_cache_manager=False,
             ),
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
-            kv_transfer_config=None if cache is None else KVTransferConfig(**transfer_config(cache, **options)),
+            kv_transfer_config=None if cache is None else KVTransferConfig(**transfer),
         )
         config.scheduler_config.async_scheduling = in_flight > 1  # which it turns off where there is no executor
         kind = AsyncScheduler if in_flight > 1 else Scheduler
@@ -162,8 +175,9 @@ class Scheduled:
         )
         self.worker: Any = None
         if cache is not None:
-            self.worker = LMCacheCoreConnector(config, KVConnectorRole.WORKER, kv)
-            self.worker._backend = lambda: "arithmetic"
+            worker = MultiConnector if others else LMCacheCoreConnector
+            self.worker = worker(config, KVConnectorRole.WORKER, kv)
+            ours_of(self.worker)._backend = lambda: "arithmetic"
             self.worker.register_kv_caches(self.model.caches)
         self.events: list[Any] = []
         """Those of the connector."""
@@ -179,8 +193,8 @@ class Scheduled:
 
     @property
     def connector(self) -> Any:
-        """The scheduler's side."""
-        return self.scheduler.connector
+        """The scheduler's side, ours."""
+        return ours_of(self.scheduler.connector)
 
     def _seen(self, events: list[Any]) -> list[Any]:
         self.events += events

@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from lmcache_core.client import Grant
 from tests.vllm.conftest import Models
-from tests.vllm.engine import prompt
+from tests.vllm.engine import ours_of, prompt
 from tests.vllm.scheduled import BLOCK, Scheduled, answers
 
 CACHE = {"cpu": {"capacity": "64MiB"}, "chunk_tokens": 64, "page_tokens": 16}
@@ -51,7 +51,7 @@ def at_rest(engine: Scheduled) -> None:
     assert engine.free_blocks == engine.blocks - 1
     stats = engine.connector._scheduler.client.stats()
     assert (stats.leases, stats.staged) == (0, 0)
-    assert engine.connector.faults == engine.worker.faults == 0
+    assert engine.connector.faults == ours_of(engine.worker).faults == 0
 
 
 def warm(engine: Scheduled) -> None:

@@ -70,6 +70,8 @@ class Step:
     """Of prompts, that the step computes."""
     context_tokens: int = 0
     """Tokens in front of them, on average."""
+    number: int = 0
+    """Of the step, where the scheduler's side must hear that it has ended; else 0."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,12 @@ class Report:
     """Steps of prefill on the first rank: tokens, tokens in front of them, seconds."""
     gathered: list[tuple[int, float]] = field(default_factory=list)
     """Copies out of blocks on the first rank: pages, seconds."""
+    ended: int = 0
+    """The latest step that has ended, of those that have a number."""
 
     def __bool__(self) -> bool:
         told = (self.facts, self.refused, self.loaded, self.failed, self.saved, self.unsaved, self.late)
-        return any(told) or any((self.computed, self.gathered))
+        return any(told) or any((self.computed, self.gathered, self.ended))
 
     def __add__(self, other: Report) -> Report:
         refused = self.refused or other.refused
@@ -135,4 +139,5 @@ class Report:
             self.late + other.late,
             self.computed + other.computed,
             self.gathered + other.gathered,
+            max(self.ended, other.ended),
         )

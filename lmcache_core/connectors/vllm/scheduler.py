@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +109,10 @@ class SchedulerSide:
         self._late: defaultdict[str, list[Timing]] = defaultdict(list)
         """Of loads that have not ended on all ranks."""
         self._weighing = Weighing(client, options, self.counts, page_tokens, clock)
+        self._steps = 0
+        """That have been planned."""
+        self._foreign = 0
+        """The latest of them for which something was loaded by others, if it is not known to have ended; else 0."""
         self._in_flight = 0
         """Steps with something to compute that have been planned and have not ended."""
         self._follow = follow
@@ -253,21 +257,28 @@ class SchedulerSide:
         scheduled: Mapping[str, int],
         blocks_of: Callable[[str], Sequence[Sequence[int]] | None],
         *,
-        save: bool = True,
+        foreign: bool = False,
     ) -> Step:
-        """What the workers shall do in a step that computes so many tokens of these requests. Without `save` nothing is
-        stored behind it; what it completes is stored behind a later one."""
+        """What the workers shall do in a step that computes so many tokens of these requests.
+
+        A `foreign` one has something loaded by others, which may turn out not to be there: until that is known nothing
+        is stored, behind this step or later ones. What they complete is stored afterwards."""
+        self._steps += 1
+        if foreign:
+            self._foreign = self._steps
+        save = not self._foreign
         step = Step(self.page_tokens, known=self._facts is not None, computes=bool(scheduled))
+        step.number = self._steps if self._foreign else 0
         if scheduled:
             self._may_wait = self._may_wait and not self._in_flight  # whatever was said: this engine plans ahead
             self._in_flight += 1
             step.prefill_tokens, step.context_tokens = self._prefill(scheduled)
-        if self._model is not None and not self._off and save:
+        if self._model is not None and not self._off:
             for request_id, tokens in scheduled.items():
                 tracked = self._requests.get(request_id)
                 if self._lost and tracked is not None and self._goes_on_from_nonsense(tracked, tokens, blocks_of):
                     tracked.save = False
-                if tracked is not None and tracked.save:
+                if tracked is not None and tracked.save and save:
                     try:
                         self._plan_save(step, tracked, tokens, blocks_of)
                     except LMCacheError as error:  # a tier that isn't there, say: others go on
@@ -280,8 +291,23 @@ class SchedulerSide:
         step.loads = self.take_loads()
         return step
 
+    def others_lost(self, blocks: Set[int]) -> None:
+        """Blocks that should have been loaded and were not, by whomever. Those of loads of ours are told by workers."""
+        if self._foreign and blocks:
+            self._lost |= blocks
+            if self._offloading is not None:
+                self._doubt(self._offloading)
+
+    def is_foreign(self, request_id: str, computed: int) -> bool:
+        """Whether of a request that begins with so many tokens computed some are neither the engine's own nor loaded by
+        us, where nothing is loaded by us."""
+        tracked = self._requests.get(request_id)
+        return computed > (0 if tracked is None else tracked.hit)
+
     def report(self, report: Report) -> None:
         """Workers have told what they have done."""
+        if report.ended >= self._foreign:
+            self._foreign = 0
         if report.refused and not self._off:
             self.turn_off(report.refused)
         if report.facts is not None and self._facts is None and not self._off:

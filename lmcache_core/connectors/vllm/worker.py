@@ -86,6 +86,8 @@ class WorkerSide:
         self._gathered: deque[tuple[int, float]] = deque()
         self._moment: Future[float] | None = None
         """When the device comes to this step."""
+        self._number = 0
+        """Of the latest step, if the scheduler's side must hear that it has ended."""
 
     def register(self, groups: Sequence[Geometry], device: str, *, backend: str, isa: str) -> None:
         """Learn where the engine's KV lies.
@@ -126,6 +128,7 @@ class WorkerSide:
     def begin(self, step: Step) -> None:
         """The engine begins a step: nothing of it has been written to its blocks yet."""
         self._began, self._ours = self._clock(), 0.0
+        self._number = max(self._number, step.number)
         self._spoilt = False
         self._let_go()
         kv = self._kv
@@ -137,6 +140,7 @@ class WorkerSide:
     def start(self, step: Step, *, busy: bool) -> None:
         """Begin the loads of a step: those that it needs are there when this returns, or have failed."""
         started = self._clock()
+        self._number = max(self._number, step.number)
         try:
             self._start(step, busy=busy)
         finally:
@@ -410,6 +414,7 @@ class WorkerSide:
             gathered = self._gathered.popleft()
             if client is not None and not client.shard:  # all ranks copy as much
                 self._report.gathered.append(gathered)
+        self._report.ended, self._number = self._number, 0
         report, self._report = self._report, Report()
         if not self._told and self._kv is not None:
             report.facts = self._kv.facts
