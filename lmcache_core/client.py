@@ -137,6 +137,11 @@ class DirectReading(NamedTuple):
 class ReadsPastHost(Protocol):
     """What a client can do besides that is in the node's process."""
 
+    @property
+    def reads_past_host(self) -> bool:
+        """Whether there is a tier now that can do that."""
+        ...
+
     def past_host(self, held: Held, number: int) -> PastHost | None:
         """Where part `number` of a lease can be read from past the pool. None if it is in the pool or on its way there,
         or its tier cannot do that."""

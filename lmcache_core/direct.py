@@ -233,6 +233,11 @@ class DirectClient:
                 grants.append(Grant(None, holding.tiers[number], reading(load)))
         return grants
 
+    @property
+    def reads_past_host(self) -> bool:
+        """See `ReadsPastHost`."""
+        return any(self.node.past_host(number) is not None for number in range(len(self.node.runners)))
+
     def past_host(self, held: Held, number: int) -> PastHost | None:
         """See `ReadsPastHost`."""
         holding: Holding = held.handle
@@ -252,7 +257,7 @@ class DirectClient:
 
     def read_past_host(self, found: PastHost, address: int, back: CopyBack) -> DirectReading:
         """See `ReadsPastHost`."""
-        reads = self.node.past_host(found.number)
+        reads = self.node.runners[found.number].direct
         assert reads is not None
         read = DirectRead(found.chunk, found.shard, 0, found.pages, address)
         ended: Future[list[ReadResult]] = Future()

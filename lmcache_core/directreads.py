@@ -50,6 +50,14 @@ class DirectReads:
         self._overdue: set[asyncio.Task[list[ReadResult]]] = set()
 
     @property
+    def possible(self) -> bool:
+        """Whether there is a device for the backend to read to, and the tier is in use."""
+        try:
+            return self._health.up and bool(self._backend.has_device)
+        except Exception:  # noqa: BLE001  a plugin may raise anything
+            return False
+
+    @property
     def busy(self) -> bool:
         """Whether anything is under way."""
         return bool(self._tasks)

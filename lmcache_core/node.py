@@ -268,8 +268,9 @@ class Node:
         return self._prober.ask(spaces, keys, first_page, places)
 
     def past_host(self, number: int) -> DirectReads | None:
-        """Reads of a tier into a device's memory, if it has such."""
-        return self.runners[number].direct
+        """Reads of a tier into a device's memory, if it has such now."""
+        direct = self.runners[number].direct
+        return direct if direct is not None and direct.possible else None
 
     def start(self, work: Any) -> Future[Any]:
         """Run a coroutine on the node's event loop.

@@ -362,6 +362,12 @@ class DeviceDirect(Protocol):
     A write counts as a use, a read does not.
     """
 
+    @property
+    def has_device(self) -> bool:
+        """Whether there is a device here, as it was found when the backend was opened. If not, nothing is asked of the
+        verbs."""
+        ...
+
     async def read_direct(self, reads: Sequence[DirectRead], back: CopyBack) -> list[ReadResult]:
         """Read pages into a device's memory. What is there afterwards may be anything unless it is a HIT. MISS also for
         a frame that is coded: it can still be read through host memory. CORRUPT for one that is not what it shall be.

@@ -37,6 +37,8 @@ class DirectShelf(Shelf):
         """Addresses that reads which have begun will write to."""
         self.ended = 0
 
+    has_device = True
+
     async def read_direct(self, reads: Sequence[DirectRead], back: CopyBack) -> list[ReadResult]:
         self._call("read_direct", len(reads))
         results = []

@@ -85,6 +85,10 @@ class GdsBackend(FilesBackend):
         trust, first = self._gds.trust, self._payload_first
         return DirectFiles(chunks, self._files, self._direct_tally, self._scratch, trust=trust, payload_first=first)
 
+    @property
+    def has_device(self) -> bool:
+        return self._files is not None
+
     async def read_direct(self, reads: Sequence[DirectRead], back: CopyBack) -> list[ReadResult]:
         """Makes this a `DeviceDirect`."""
         for read in reads:

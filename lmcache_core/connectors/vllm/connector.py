@@ -58,12 +58,14 @@ log = logging.getLogger("vllm.lmcache_core")
 
 
 def _show_lines() -> None:
-    """Have vLLM's handlers show the lines of the whole package, unless somebody has handlers of their own for it."""
-    ours, theirs = logging.getLogger("lmcache_core"), logging.getLogger("vllm")
-    if not ours.handlers and not logging.getLogger().handlers:
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
-        ours.setLevel(theirs.level)
+    """Have vLLM's handlers show the lines of our packages, unless somebody has handlers of their own for them."""
+    theirs = logging.getLogger("vllm")
+    for name in ("lmcache_core", "lmcache_backends", "lmcache_transfer"):
+        ours = logging.getLogger(name)
+        if not ours.handlers and not logging.getLogger().handlers:
+            for handler in theirs.handlers:
+                ours.addHandler(handler)
+            ours.setLevel(theirs.level)
 
 
 class Metadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]

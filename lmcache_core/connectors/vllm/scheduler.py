@@ -273,6 +273,24 @@ class SchedulerSide:
             self._may_wait = self._may_wait and not self._in_flight  # whatever was said: this engine plans ahead
             self._in_flight += 1
             step.prefill_tokens, step.context_tokens = self._prefill(scheduled)
+        try:
+            self._plan_stores(step, scheduled, blocks_of, save=save)
+        except Exception:
+            self._drop(step)
+            raise
+        if not scheduled:
+            self._pause()
+        step.loads = self.take_loads()
+        return step
+
+    def _plan_stores(
+        self,
+        step: Step,
+        scheduled: Mapping[str, int],
+        blocks_of: Callable[[str], Sequence[Sequence[int]] | None],
+        *,
+        save: bool,
+    ) -> None:
         if self._model is not None and not self._off:
             for request_id, tokens in scheduled.items():
                 tracked = self._requests.get(request_id)
@@ -286,10 +304,11 @@ class SchedulerSide:
                         self._warn("store", f"KV of a request is not stored: {error}")
         if self._offloading is not None and scheduled:
             self._plan_late(step, self._offloading, scheduled, save=save)
-        if not scheduled:
-            self._pause()
-        step.loads = self.take_loads()
-        return step
+
+    def _drop(self, step: Step) -> None:
+        """No worker hears of the stores of a step."""
+        for job in step.saves:
+            self._saved(job.number, self._savings[job.number], worthless=True)
 
     def others_lost(self, blocks: Set[int]) -> None:
         """Blocks that should have been loaded and were not, by whomever. Those of loads of ours are told by workers."""

@@ -59,7 +59,7 @@ class Weighing:
         tracked.now = may_wait and in_pool >= end and self._soon(end - first, page_bytes)
         tracked.patience = self._options.load_timeout
         tracked.slow = {}
-        if in_pool >= end:
+        if max(first, in_pool) >= end:
             return
         tiers = self._client.lookup(model, tracked.keys[base:end], tracked.places, quiet=True).tiers
         slow = {tier: pages for tier, pages in tiers.items() if tier != POOL}

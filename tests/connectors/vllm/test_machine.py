@@ -215,6 +215,8 @@ class LateMachine(ConnectorMachine):
 class SlowToo(Slow):
     """Has what the shelf has for devices."""
 
+    has_device = True
+
     async def read_direct(self, reads: Sequence[DirectRead], back: CopyBack) -> list[ReadResult]:
         shelf: DirectShelf = bare(self)
         return await shelf.read_direct(reads, back)

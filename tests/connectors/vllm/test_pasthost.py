@@ -19,6 +19,11 @@ from tests.node.directshelf import DirectShelf
 from tests.node.kv import until
 from tests.node.shelf import Shelf
 
+
+class Absent(DirectShelf):
+    has_device = False
+
+
 PAST = {"past_host": True, "layerwise": True, "sync_load": 0.0}
 
 
@@ -345,6 +350,19 @@ def test_where_it_is_of_no_use_that_is_said(options: dict[str, Any], socket: boo
         world.forget("cpu")
         assert world.generate("b", prompt("ab12")) == 32
         assert [each for each in world.warnings if why in each]
+        world.at_rest()
+
+
+@pytest.mark.parametrize("shelf", [Shelf(), Absent()], ids=["no such tier", "no device"])
+def test_without_a_tier_for_it_all_is_read_through_the_host_and_that_is_said(shelf: Shelf) -> None:
+    with open_world(shelf, options=PAST, blocks=200) as world:
+        for number in range(4):
+            world.generate(f"a{number}", prompt("ab12"))
+            world.forget("cpu")
+        assert world.generate("b", prompt("ab12")) == 32
+        assert calls(shelf, "read_direct") == 0
+        assert [each for each in world.warnings if "no tier reads into a device's memory" in each]
+        assert world.node.runners[0].up
         world.at_rest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -114,6 +115,30 @@ def test_what_is_held_is_let_go_of(world: World, how: str) -> None:
         world.scheduler.end("b")
     assert (left(world), world.scheduler.idle) == ((0, 0), True)
     assert world.scheduler.take_loads() == []
+
+
+def test_stores_of_a_step_that_cannot_be_planned_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong: no worker hears of them, so nothing would ever end them."""
+    with open_world(blocks=200) as world:
+        world.generate("before", prompt("12"))
+        client: Any = world.scheduler.client
+        begin = client.begin_store
+        begun: list[Any] = []
+
+        def begin_store(*arguments: Any, **options: Any) -> Any:
+            if begun:
+                raise RuntimeError("a defect")
+            begun.append(begin(*arguments, **options))
+            return begun[-1]
+
+        tokens = {name: come(world, name, text).num_tokens for name, text in (("a", "abcd12"), ("b", "efgh12"))}
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "begin_store", begin_store)
+            with pytest.raises(RuntimeError, match="a defect"):
+                world.scheduler.step(tokens, lambda name: blocks(tokens[name]))
+        assert begun[0].rooms
+        assert not world.scheduler._savings
+        assert client.stats().staged == 0
 
 
 def test_blocks_that_come_in_two_parts_are_one_load(world: World) -> None:
