@@ -79,6 +79,8 @@ class Tracked:
     """Tokens that the engine had itself when it last asked."""
     local: int = 0
     """The same, when it was last told of more."""
+    loaded: int = 0
+    """Tokens that it begins with by a load of ours; 0 where there was none since it got its blocks."""
     weighed: bool = False
     """It has been decided how much of what is held is loaded."""
     patience: float = 0.0

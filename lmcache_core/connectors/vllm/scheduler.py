@@ -202,6 +202,8 @@ class SchedulerSide:
             tracked.saved = 0  # what is in these blocks must be learned, whatever was in those that it had before
             hits = -(-tracked.hit // self.page_tokens)
             self._offloading.took(-(-external // self.page_tokens), hits=hits)
+        if tracked is not None and not tracked.loading:
+            tracked.loaded = tracked.local + external if external > 0 else 0
         if external > 0 and held is None:
             self.break_promise(request_id, blocks, external)  # of which nothing is known any more
             return
@@ -319,9 +321,9 @@ class SchedulerSide:
 
     def is_foreign(self, request_id: str, computed: int) -> bool:
         """Whether of a request that begins with so many tokens computed some are neither the engine's own nor loaded by
-        us, where nothing is loaded by us."""
+        us."""
         tracked = self._requests.get(request_id)
-        return computed > (0 if tracked is None else tracked.hit)
+        return computed > (0 if tracked is None else max(tracked.hit, tracked.loaded))
 
     def report(self, report: Report) -> None:
         """Workers have told what they have done."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from lmcache_backends.cpu import CpuBackend, CpuOptions
 from lmcache_core.connectors.vllm.options import RequestOptions
-from lmcache_core.connectors.vllm.plan import Step
+from lmcache_core.connectors.vllm.plan import Report, Step
 from lmcache_core.wrappers import Slow
 from tests.connectors.vllm.engine import Request
 from tests.connectors.vllm.world import World, open_world, prompt
@@ -366,3 +367,36 @@ def test_a_request_for_a_tier_that_is_not_there_is_refused_and_that_is_said(worl
     assert world.scheduler.counts["refused_options", ""] == 1
     assert "request c: nothing is loaded or stored for it: there is no tier 'tape'" in world.warnings[-1]
     assert world.scheduler.match("b", 0) == (64, False)
+
+
+def test_what_others_load_is_told_from_what_the_engine_has_and_what_we_load(world: World) -> None:
+    side = world.scheduler
+    assert side.match("b", 16) == (48, False)
+    assert [side.is_foreign("b", computed) for computed in (0, 16, 17)] == [False, False, True]
+    side.allocated("b", blocks(64), 48)
+    assert [side.is_foreign("b", computed) for computed in (16, 64, 65)] == [False, False, True]
+    assert [side.is_foreign("nobody", computed) for computed in (0, 1)] == [False, True]
+    come(world, "c", "abcd12")
+    assert side.match("c", 0)[0] == 64
+    side.allocated("c", blocks(96), 0)  # another one's offer was taken
+    assert [side.is_foreign("c", computed) for computed in (0, 64)] == [False, True]
+
+
+def test_until_what_others_loaded_is_known_to_be_there_nothing_is_stored() -> None:
+    with open_world(blocks=200) as world:
+        world.generate("before", prompt("12"))
+        tokens = {"a": come(world, "a", "abcd12").num_tokens}
+        side = world.scheduler
+
+        def planned(*, foreign: bool = False) -> tuple[int, int]:
+            step = side.step(tokens, lambda name: blocks(tokens[name]), foreign=foreign)
+            return step.number, len(step.saves)
+
+        first, saves = planned(foreign=True)
+        assert saves == 0
+        side.report(Report(ended=first - 1))
+        assert planned() == (first + 1, 0)
+        side.report(Report(loaded=Counter({"x": 1})))
+        assert planned() == (first + 2, 0)
+        side.report(Report(ended=first))
+        assert planned() == (0, 1)
