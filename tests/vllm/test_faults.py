@@ -19,7 +19,7 @@ TOKENS = 4
 SIDES = {"_scheduler": SchedulerSide, "_worker": WorkerSide}
 RESCUE = {"break_promise", "give_up", "give_up_on", "refused", "take_loads", "turn_off"}
 """What is called when something has gone wrong. Twice at a time is not tested."""
-AT_OTHER_TIMES = {"close", "register", "reset", "store_late"}
+AT_OTHER_TIMES = {"close", "is_foreign", "register", "reset", "store_late"}
 METHODS = [
     (side, name)
     for side, kind in SIDES.items()

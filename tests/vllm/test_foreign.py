@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.v1.request import RequestStatus
 
+from lmcache_core.connectors.vllm.scheduler import SchedulerSide
 from tests.vllm.conftest import Models
 from tests.vllm.engine import prompt
 from tests.vllm.foreign import foreign_config
@@ -64,6 +65,30 @@ def test_it_is_stored_when_it_is_known_to_be_there(
         assert given["ours again"] == right["ours"]
         assert engine.connector._scheduler.counts["loaded_tokens", "cpu"] - loaded == 192 + 112
         at_rest(engine)
+    finally:
+        engine.close()
+
+
+def test_a_defect_in_telling_them_apart_stores_nothing_wrong(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(side: SchedulerSide, request_id: str, computed: int) -> bool:
+        raise RuntimeError("a defect")
+
+    right = answers(models("llama"), {"theirs": THEIRS, "ours": OURS}, 6)
+    others = [foreign_config("theirs", fails=True)]
+    engine = Scheduled(models("llama"), CACHE, blocks=BLOCKS, others=others, sync_load=10.0)
+    try:
+        engine.ask("ours before", OURS, 6)
+        engine.run()
+        engine.forget()
+        monkeypatch.setattr(SchedulerSide, "is_foreign", fails)
+        for turn in ("", " again"):
+            engine.ask(f"theirs{turn}", THEIRS, 6)
+            engine.ask(f"ours{turn}", OURS, 6)
+            given = engine.run()
+            assert given[f"theirs{turn}"] == right["theirs"]
+            assert given[f"ours{turn}"] == right["ours"]
+            engine.forget()
+        assert engine.connector.faults >= 1
     finally:
         engine.close()
 
