@@ -37,6 +37,7 @@ class Served(RemoteClient):
 
     def close(self) -> None:
         super().close()
+        kv.until(lambda: not self.server.sessions)  # the node has read all that was sent to it
         self._cache.close()
 
 
