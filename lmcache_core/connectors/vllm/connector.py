@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -34,7 +34,7 @@ from lmcache_core.connectors.vllm.events import Page
 from lmcache_core.connectors.vllm.metrics import ConnectorMetrics, ConnectorStats
 from lmcache_core.connectors.vllm.nodes import Door, WorkerDoor, open_door
 from lmcache_core.connectors.vllm.options import read_options, read_request_options
-from lmcache_core.connectors.vllm.plan import Facts, Load, Report, Step
+from lmcache_core.connectors.vllm.plan import Facts, Report, Step
 from lmcache_core.connectors.vllm.requests import Marks
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
 from lmcache_core.connectors.vllm.worker import WorkerSide
@@ -265,7 +265,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         state = scheduler_output.kv_connector_block_state
         loads = scheduler.take_loads()  # whatever goes wrong: the engine waits for these
         try:
-            foreign = scheduler_output.has_sync_kv_loads and self._has_foreign_loads(scheduler_output, loads)
+            foreign = scheduler_output.has_sync_kv_loads and self._has_foreign_loads(scheduler_output)
             step = scheduler.step(scheduler_output.num_scheduled_tokens, state.get_block_ids, foreign=foreign)
         except Exception as error:  # noqa: BLE001  no fault of ours may reach the engine
             self._fault("build_connector_meta", error)
@@ -274,12 +274,11 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return Metadata(step)
 
     @_guarded(True)
-    def _has_foreign_loads(self, scheduler_output: Any, loads: Sequence[Load]) -> bool:
+    def _has_foreign_loads(self, scheduler_output: Any) -> bool:
         """Whether another connector loads something within the step. That may be lost, and what is computed behind it
-        is nonsense then. Each request is loaded by one connector."""
+        is nonsense then."""
         scheduler = self._scheduler
         assert scheduler is not None
-        ours = {load.request for load in loads if load.now}
         cached = scheduler_output.scheduled_cached_reqs
         begin = [(new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs]
         begin += [
@@ -287,7 +286,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
             if request_id in cached.resumed_req_ids
         ]
-        return any(scheduler.is_foreign(*each) for each in begin if each[0] not in ours)
+        return any(scheduler.is_foreign(*each) for each in begin)
 
     @_guarded(None)
     def update_connector_output(self, connector_output: Any) -> None:

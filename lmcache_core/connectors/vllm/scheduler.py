@@ -277,7 +277,7 @@ class SchedulerSide:
             step.prefill_tokens, step.context_tokens = self._prefill(scheduled)
         try:
             self._plan_stores(step, scheduled, blocks_of, save=save)
-        except Exception:
+        except Exception:  # a defect of ours, which the caller tells of
             self._drop(step)
             raise
         if not scheduled:
