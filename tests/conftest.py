@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import signal
+import threading
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,29 @@ def blocking_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         watch.deactivate()
     if calls:
         pytest.fail(f"blocking calls on an event loop: {', '.join(calls)}", pytrace=False)
+
+
+ENDING = 10.0
+"""Seconds that threads of a closed node or client have to end in: loaded machines take their time."""
+LASTING = ("lmcache-log",)
+"""Names of threads that are the process's, and stay."""
+
+
+def our_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("lmcache-")}
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_on() -> Iterator[None]:
+    """Fail a test that leaves a node or a client open: it would go on, and say things, in the tests that follow."""
+    before = our_threads()
+    yield
+    until = time.monotonic() + ENDING
+    while left := {each for each in our_threads() - before if not each.name.startswith(LASTING)}:
+        if time.monotonic() > until:
+            pytest.fail(f"threads go on: {', '.join(sorted(each.name for each in left))}", pytrace=False)
+        for thread in left:
+            thread.join(0.1)
 
 
 def pytest_configure(config: pytest.Config) -> None:

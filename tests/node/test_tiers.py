@@ -604,6 +604,7 @@ def test_closing_ends_what_waits_for_a_hanging_tier() -> None:
     cache.client.node.close(grace=0.1)  # type: ignore[attr-defined]
     waiting.join(20)
     assert got == [0]
+    cache.close()
 
 
 def test_a_retrieve_asks_tiers_that_cannot_be_listed_first() -> None:

@@ -316,9 +316,9 @@ def open_world(
             scheduler.store_late(engine.told, engine.budget)
         world = World(engine, scheduler, workers, client, node, clock, worker_clock, warnings, spaces)
         note_spaces(world)
-        yield world
         for worker in workers:
-            worker.close()
+            stack.callback(worker.close)
+        yield world
 
 
 def note_spaces(world: World) -> None:
