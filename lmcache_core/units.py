@@ -120,7 +120,8 @@ def parse_duration(value: int | float | str) -> float:
     Raises:
         UnitError: It isn't a duration; the message says what to write.
     """
-    advice = "write a number of seconds or a duration such as 250ms, 2s, 1.5m or 1h"
+    units = ", ".join(_SECONDS)
+    advice = f"write a number of seconds or a duration such as 250ms, 2s, 1.5m, 1h or 7d (units are {units})"
     number, unit = _split(value, "duration", advice)
     factor = _SECONDS.get(unit or "s")
     if factor is None:

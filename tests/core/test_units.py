@@ -136,7 +136,8 @@ def test_durations(text: int | float | str, seconds: float) -> None:
     [
         ("2 fortnights", "'2 fortnights' is not a duration: there is no unit 'fortnights'; write a number of seconds"),
         ("-1s", "must not be negative"),
-        ("soon", "such as 250ms, 2s, 1.5m or 1h"),
+        ("soon", "such as 250ms, 2s, 1.5m, 1h or 7d (units are us, ms, s, m, min, h, d)"),
+        ("7days", "there is no unit 'days'; write a number of seconds or a duration such as 250ms, 2s, 1.5m, 1h or 7d"),
         (False, "false is not a duration"),
         (float("inf"), "inf is not a duration"),
         ("99999999d", "at most 1000000000 seconds"),
