@@ -16,6 +16,8 @@ _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12, 
 _LONGEST = 64
 _FASTEST = 10**18
 """Bytes a second; FLOP a second are at most a thousand times as many."""
+_SLOWEST = 10**9
+"""FLOP a second. Less is a figure whose unit was left out."""
 
 
 def parse_bandwidth(text: str) -> float:
@@ -48,7 +50,10 @@ def parse_flops(text: str) -> float:
     prefix = re.sub(r"flop(s|/s)?$", "", unit, flags=re.IGNORECASE).lower()
     if prefix not in _DECIMAL or prefix == "b":
         raise UnitError(f"{text!r} is no speed of computing: there is no unit {unit!r}; {advice}")
-    return _within(text, "speed of computing", number * _DECIMAL[prefix], 1000 * _FASTEST, advice)
+    speed = _within(text, "speed of computing", number * _DECIMAL[prefix], 1000 * _FASTEST, advice)
+    if speed < _SLOWEST:
+        raise UnitError(f"{text!r} is no speed of computing: no processor is that slow; {advice}")
+    return speed
 
 
 def parse_number(text: str) -> float:

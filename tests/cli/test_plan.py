@@ -194,6 +194,7 @@ def test_without_matplotlib_the_extra_is_named(run: Run, model: Path, monkeypatc
         (["--bandwidth", "64Gbps", "--mfu", "1.5"], "--mfu: an MFU is above 0 and at most 1, not 1.5"),
         (["--bandwidth", "64Gbps", "--mfu", "nan"], "--mfu: an MFU is above 0 and at most 1, not nan"),
         (["--bandwidth", "64Gbps", "--flops", "much"], "--flops: 'much' is no speed of computing"),
+        (["--bandwidth", "64Gbps", "--flops", "989"], "--flops: '989' is no speed of computing: no processor"),
         (["--bandwidth", "64Gbps", "--parameters", "big"], "--parameters: 'big' is no number"),
         (["--bandwidth", "64Gbps", "--chunk-tokens", "0"], "--chunk-tokens: '0' is no number: it must be more than 0"),
         (["--bandwidth", "64Gbps", "--chunk-tokens", "2.5"], "--chunk-tokens: '2.5' is no number of tokens"),

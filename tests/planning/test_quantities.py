@@ -58,6 +58,16 @@ def test_what_is_no_speed_of_computing_is_refused(text: str) -> None:
         parse_flops(text)
 
 
+@pytest.mark.parametrize("text", ["989", "989.5", "1e3", "999999999", "900M"])
+def test_a_speed_that_lacks_its_unit_is_refused(text: str) -> None:
+    with pytest.raises(UnitError) as refused:
+        parse_flops(text)
+    assert str(refused.value) == (
+        f"{text!r} is no speed of computing: no processor is that slow; write FLOP a second as in 990T, 1.98P or 9.9e14"
+    )
+    assert parse_flops("1e9") == 1e9
+
+
 @pytest.mark.parametrize(("text", "number"), [("8.03B", 8.03e9), ("350M", 3.5e8), ("16k", 16e3), ("405e9", 4.05e11)])
 def test_large_numbers(text: str, number: float) -> None:
     assert parse_number(text) == number
