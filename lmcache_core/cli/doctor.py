@@ -142,7 +142,7 @@ def _print(
     if not lines:
         print(("\n" if checked else "") + visible(f"{file}: all is well"))
     elif well:
-        print(visible(f"{file}: all works"))
+        print(visible(f"{file}: works; see the advice above"))
 
 
 def _cells(found: Checked) -> tuple[str, ...]:
