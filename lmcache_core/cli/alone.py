@@ -190,7 +190,7 @@ def owner_of(tier: TierConfig) -> str | None:
         return None
     for path in map(Path, tier.options.paths()):
         with suppress(LMCacheError):
-            if path.is_dir():
+            if os.path.isdir(path):  # not Path.is_dir, which raises where this user may not look: opening says more
                 for shard in look(path).shards:
                     if shard.locked:
                         return shard.owner.partition("-")[0] or "unknown"

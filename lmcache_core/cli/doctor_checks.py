@@ -95,7 +95,7 @@ def check_tier(tier: TierConfig, limit: float, step: Callable[[str], None]) -> C
             checked.problems.append(f"it blocks: nothing has ended within {4 * limit:g} s")
         except (LMCacheError, OSError) as error:
             checked.state = "down"
-            checked.problems.append(str(error))
+            checked.problems.append(_refused(error) if isinstance(error, PermissionError) else str(error))
     alone = set(checked.problems)
     checked.advice += [text for text in dict.fromkeys(map(_line, said)) if text not in alone]
     return checked
@@ -132,6 +132,11 @@ async def _open_all(tiers: Sequence[tuple[TierConfig, Checked]], limit: float) -
     finally:
         for alone in reversed(opened):
             await alone.close()
+
+
+def _refused(error: PermissionError) -> str:
+    where = "" if error.filename is None else f"{error.filename}: "
+    return f"{where}{error.strerror}; let this user in there, or run this as the user that the engine runs as"
 
 
 def _line(text: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +107,28 @@ def test_for_people_it_is_a_table_and_what_to_fix(run: Run, tmp_path: Path) -> N
     told = run("doctor", file, "--tier", "rom")
     assert (told.code, told.err) == (1, f"lmcache-core: error: there is no tier 'rom'; {file} has gone, ram\n")
     assert run("doctor", file, "--timeout", "soon").code == 2
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
+def test_what_this_user_may_not_enter_is_told_with_a_remedy(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    file = write_config(tmp_path, disk(closed), disk(closed, "read", write="never"), disk(tmp_path, "closed"))
+    closed.chmod(0)
+    as_others = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    command = [*as_others, sys.executable, "-m", "lmcache_core", "doctor", str(file)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    closed.chmod(0o700)
+    write = "Permission denied; let this user write there, or choose another path"
+    read = "Permission denied; let this user in there, or run this as the user that the engine runs as"
+    assert (told.returncode, told.stdout.splitlines()[5:]) == (
+        1,
+        [
+            f"fix: disk: {closed}/disk: {write}",
+            f"fix: read: {closed}/read: {read}",
+            f"fix: closed: disk: {closed}/node.lock: {write}",
+        ],
+    ), told.stderr
 
 
 @needs_valkey
