@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.metadata
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +43,23 @@ TRANSFERS = "lmcache_core.transfers"
 _DISTRIBUTION = "lmcache-core"
 # Names people may expect and that this version lacks.
 _LATER = frozenset({"infinistore"})
+# Names by which people know what a backend of ours is for, without separators: the backend, and what to say of it.
+_FILES = ("disk", " for a drive of this host, 'backend: nfs' for a file system that hosts share")
+_ANY_SHARED = ("nfs", ", which is for any file system that hosts share")
+_ANY_S3 = ("s3", ", which is for any server that speaks S3")
+_KNOWN_AS = {
+    **dict.fromkeys(("file", "files", "filesystem", "fs", "posix"), _FILES),
+    **dict.fromkeys(("local", "localdisk", "localfs", "nvme", "ssd"), ("disk", "")),
+    **dict.fromkeys(("beegfs", "cephfs", "gluster", "gpfs", "lustre", "sharedfs", "weka"), _ANY_SHARED),
+    **dict.fromkeys(("ceph", "minio", "r2", "seaweedfs"), _ANY_S3),
+    **dict.fromkeys(("azblob", "azureblob", "blob"), ("azure", "")),
+    **dict.fromkeys(("google", "googlecloud", "gs"), ("gcs", "")),
+    **dict.fromkeys(("cufile", "gpudirect", "kvikio"), ("gds", "")),
+    **dict.fromkeys(("rediss", "rediscluster"), ("redis", "")),
+    "s3express": ("s3", ", which is for S3 Express too"),
+    "valkey": ("redis", ", which is for Valkey too"),
+}
+_MEMORY = frozenset({"dram", "host", "hostmemory", "localcpu", "mem", "memory", "ram"})
 # The extra with what a backend of our own needs.
 _EXTRAS = {
     "azure": "azure",
@@ -231,17 +249,29 @@ def _find(group: str, name: str) -> EntryPoint:
     kind = "backend" if group == BACKENDS else "transfer"
     entries = installed.get(name, [])
     if not entries:
-        near = difflib.get_close_matches(name, installed, n=1)
-        if group == BACKENDS and name in _LATER:
-            advice = f"; this version of {_DISTRIBUTION} has no such backend"
-        else:
-            advice = f" (did you mean {near[0]!r}?)" if near else ""
+        advice = (group == BACKENDS and _advice(name, installed)) or _near(name, installed)
         names = ", ".join(sorted(installed)) or "none"
         raise PluginError(f"there is no {kind} {mask(repr(name))}{advice}; installed are: {names}")
     if len(entries) > 1:
         owners = " and ".join(f"{_distribution(entry)} ({entry.value})" for entry in entries)
         raise PluginError(f"{kind} {name!r} is provided by {owners}; uninstall all but one")
     return entries[0]
+
+
+def _advice(name: str, installed: Collection[str]) -> str:
+    """What is meant by the name of a backend that there is not; empty if that is not known."""
+    if name in _LATER:
+        return f"; this version of {_DISTRIBUTION} has no such backend"
+    plain = re.sub(r"[-_. ]", "", name.lower())
+    if plain in _MEMORY:
+        return "; memory is no tier: write 'cpu: {capacity: 20GiB}', which stands beside 'tiers'"
+    backend, what = _KNOWN_AS.get(plain, ("", ""))
+    return f"; write 'backend: {backend}'{what}" if backend in installed else ""
+
+
+def _near(name: str, installed: Collection[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), installed, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _distribution(entry: EntryPoint) -> str:

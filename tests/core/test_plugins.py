@@ -125,6 +125,43 @@ def test_an_unknown_name_lists_what_is_installed(site: Site) -> None:
     assert "there is no backend 'acmee' (did you mean 'acme'?); installed are: acme" in message
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("valkey", "; write 'backend: redis', which is for Valkey too"),
+        ("Redis", " (did you mean 'redis'?)"),
+        ("DISK", " (did you mean 'disk'?)"),
+        ("dsik", " (did you mean 'disk'?)"),
+        ("file", "; write 'backend: disk' for a drive of this host, 'backend: nfs' for a file system that hosts share"),
+        ("fs", "; write 'backend: disk' for a drive of this host, 'backend: nfs' for a file system that hosts share"),
+        ("local_disk", "; write 'backend: disk'"),
+        ("local", "; write 'backend: disk'"),
+        ("lustre", "; write 'backend: nfs', which is for any file system that hosts share"),
+        ("memory", "; memory is no tier: write 'cpu: {capacity: 20GiB}', which stands beside 'tiers'"),
+        ("RAM", "; memory is no tier: write 'cpu: {capacity: 20GiB}', which stands beside 'tiers'"),
+        ("s3express", "; write 'backend: s3', which is for S3 Express too"),
+        ("s3-express", "; write 'backend: s3', which is for S3 Express too"),
+        ("minio", "; write 'backend: s3', which is for any server that speaks S3"),
+        ("google", "; write 'backend: gcs'"),
+        ("zebra", ""),
+    ],
+)
+def test_a_name_by_which_others_know_a_backend(name: str, advice: str) -> None:
+    assert error_of(name).startswith(f"there is no backend {name!r}{advice}; installed are: ")
+
+
+def test_what_others_are_known_by_may_be_a_name_of_its_own(site: Site) -> None:
+    site.backend("acme-kv", GOOD, "valkey")
+    assert load_backend("valkey").name == "valkey"
+
+
+def test_nothing_is_advised_that_is_not_installed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.backend("acme-kv", GOOD, "acme")
+    acme = importlib.metadata.entry_points(group="lmcache_core.backends", name="acme")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: acme)
+    assert error_of("valkey") == "there is no backend 'valkey'; installed are: acme"
+
+
 @pytest.mark.parametrize("name", ["infinistore"])
 def test_a_known_name_that_this_version_lacks(site: Site, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     site.backend("acme-kv", GOOD, "redisk")
