@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -11,12 +12,15 @@ from lmcache_core.protocols import Abortable, StorageBackend
 
 T = TypeVar("T")
 
+_VERBS = [name for name, verb in vars(StorageBackend).items() if inspect.iscoroutinefunction(verb)]
+
 
 class BackendCalls:
     """Calls of one backend. Runs on the event loop."""
 
     def __init__(self, backend: StorageBackend, name: str) -> None:
         self.abortable = isinstance(backend, Abortable) and backend.abortable
+        self._backend = backend
         self._name = name
         self._hanging: set[asyncio.Task[Any]] = set()
         self._deadlines: dict[asyncio.Timeout, None] = {}
@@ -35,6 +39,8 @@ class BackendCalls:
             ConfigError: The backend's options can never work.
             TimeoutError: It took too long.
         """
+        if not inspect.isawaitable(work) and (plain := self._plain()):
+            raise BackendError(f"backend {self._name}: {plain} not 'async def', as all verbs of a backend have to be")
         try:
             async with asyncio.timeout(limit if self.abortable else None) as deadline:
                 if not self.abortable:
@@ -81,6 +87,12 @@ class BackendCalls:
         for deadline in self._deadlines:
             if not deadline.expired():
                 deadline.reschedule(now)
+
+    def _plain(self) -> str:
+        """Which verbs may be what returned something that cannot be awaited: for who wrote the backend."""
+        verbs = [verb for verb in _VERBS if not inspect.iscoroutinefunction(getattr(self._backend, verb, None))]
+        *others, last = verbs or [""]
+        return f"{', '.join(others)} and {last} are" if others else last and f"{last} is"
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._hanging.discard(task)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.metadata
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.metadata import EntryPoint
@@ -148,7 +149,7 @@ def load_backend(name: str) -> BackendPlugin:
             raise told from (failure if str(failure) in str(told) else None)
         if not isinstance(backend, StorageBackend):
             verbs = ("open", "close", "contains", "read", "write", "delete")
-            lacking = [verb for verb in verbs if not hasattr(backend, verb)]
+            lacking = [verb for verb in verbs if inspect.getattr_static(backend, verb, None) is None]
             raise plugin.error(f"lmcache_create_backend returned a {type(backend).__name__} without {lacking}")
         return backend
 

@@ -271,6 +271,13 @@ def test_what_is_created_must_be_a_backend(site: Site) -> None:
         plugin.create(plugin.options_type(url="x"))
 
 
+def test_a_verb_that_is_none_is_lacking(site: Site) -> None:
+    site.backend("acme-kv", GOOD.replace("async def delete(self, keys): ...", "delete = None"), "acme")
+    plugin = load_backend("acme")
+    with pytest.raises(PluginError, match=r"returned a Backend without \['delete'\]"):
+        plugin.create(plugin.options_type(url="x"))
+
+
 def test_a_failure_is_not_remembered(site: Site) -> None:
     error_of("acme")
     site.backend("acme-kv", GOOD, "acme")
