@@ -8,12 +8,10 @@ import logging
 import mmap
 import os
 import secrets
-import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -21,6 +19,7 @@ import msgspec
 from lmcache_core import frame
 from lmcache_core.calls import BackendCalls
 from lmcache_core.cli.disk_cache import can_be_inspected, look
+from lmcache_core.cli.ending import terminable
 from lmcache_core.config import Config, TierConfig
 from lmcache_core.config.fields import secrets_of
 from lmcache_core.config.masking import mask
@@ -47,7 +46,6 @@ T = TypeVar("T")
 SPACE = hashlib.sha256(b"lmcache-core: probe chunks of its tools").digest()
 """Space of the chunks that tools write to measure a tier: no namespace has it, so no engine ever reads one."""
 CLOSE_TIMEOUT = 5.0
-TERMINATED = 128 + signal.SIGTERM
 
 
 def buffer(nbytes: int) -> memoryview:
@@ -285,7 +283,7 @@ def beside(work: Callable[[], Coroutine[Any, Any, T]], *, most: float | None = N
             task.cancel()
 
     thread = threading.Thread(target=run, name="lmcache-tool", daemon=True)
-    with _terminable():
+    with terminable():
         thread.start()
         try:
             if not ended.wait(most):
@@ -314,20 +312,3 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
     else:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does, where this is the thread that signals come to."""
-
-    def end(number: int, stack: FrameType | None) -> None:
-        raise SystemExit(TERMINATED)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

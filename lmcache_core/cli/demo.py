@@ -6,6 +6,7 @@ import argparse
 import importlib
 from typing import Any
 
+from lmcache_core.cli.ending import terminable
 from lmcache_core.errors import PluginError
 
 
@@ -26,7 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
         PluginError: What the demo needs isn't installed.
     """
     try:
-        return int(_demo("run_demo")(arguments))  # the result knows its exit code
+        with terminable():
+            return int(_demo("run_demo")(arguments))  # the result knows its exit code
     except ImportError as error:
         raise _lacking(error) from error
 

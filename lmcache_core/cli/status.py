@@ -9,9 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import NamedTuple
 
+from lmcache_core.cli.ending import end_in_order
 from lmcache_core.cli.output import Column, Page, add_json_option, is_terminal, print_json
 from lmcache_core.cli.running import DIGITS, Known, add_node_options, connected, namespaces_of, not_there, own_name
 from lmcache_core.client import OwnerStats, Stats
@@ -27,8 +27,6 @@ SHARE = 10
 seconds."""
 MOST_ROWS = 12
 """Clients and namespaces that people are shown of each."""
-TERMINATED = 128 + signal.SIGTERM
-"""Exit code, the one that shells tell of a process that SIGTERM has ended."""
 
 
 class Seen(NamedTuple):
@@ -113,7 +111,7 @@ def _watch(client: RemoteClient, config: Config, *, as_json: bool) -> None:
     from rich.live import Live
 
     console = Console(file=sys.stdout)
-    signal.signal(signal.SIGTERM, _end_in_order)
+    signal.signal(signal.SIGTERM, end_in_order)  # so that the terminal gets its own screen back
     with Live(console=console, screen=True, auto_refresh=False) as live:
 
         def draw(path: str, seen: Seen | None, before: Seen | None, why: str) -> None:
@@ -121,12 +119,6 @@ def _watch(client: RemoteClient, config: Config, *, as_json: bool) -> None:
             live.update(shown.fitted(console), refresh=True)
 
         _follow(client, config, draw)
-
-
-def _end_in_order(number: int, frame: FrameType | None) -> None:
-    """End on SIGTERM as on Ctrl-C, so that the terminal gets its own screen back."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice
-    sys.exit(TERMINATED)
 
 
 def _follow(client: RemoteClient, config: Config, show: Callable[[str, Seen | None, Seen | None, str], None]) -> None:

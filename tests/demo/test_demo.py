@@ -3,6 +3,8 @@
 import importlib.machinery
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 from importlib import resources
@@ -98,6 +100,34 @@ def test_a_worker_that_dies_says_why(words: str, said: str, tmp_path: Path, monk
     with pytest.raises(LMCacheError, match=said):
         run_demo(DemoOptions(out=tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_demo_that_is_ended_leaves_nothing_behind(tmp_path: Path, number: int, code: int) -> None:
+    script = """
+import sys
+from lmcache_core.cli import main
+from lmcache_core.demo import run
+worker = "import os, sys, time; said = open(sys.argv[1], 'w', 1); print(os.getpid(), file=said); time.sleep(600)"
+run._command = lambda spec: [sys.executable, "-c", worker, sys.argv[1]]
+run.check_packages = lambda plot: None
+sys.exit(main(["demo", "--no-plot", "--out", sys.argv[2]]))
+"""
+    fifo, out = tmp_path / "worker", tmp_path / "out"
+    os.mkfifo(fifo)
+    command = [sys.executable, "-c", script, str(fifo), str(out)]
+    demo = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    with fifo.open() as said:
+        worker = int(said.readline())
+        assert [path.name.partition("-")[0] for path in out.iterdir()] == ["run"]
+        demo.send_signal(number)
+        if number == signal.SIGTERM:  # `timeout` sends it to the process, then to its group
+            demo.send_signal(number)
+        _, err = demo.communicate(timeout=60)
+        assert said.read() == "", "open until the worker has ended"
+    assert (demo.returncode, b"Traceback" in err) == (code, False)
+    assert list(out.iterdir()) == []
+    assert not Path(f"/proc/{worker}").exists()
 
 
 @pytest.mark.parametrize("missing", [*packages.MODULES, "matplotlib", packages.PACKAGE])
