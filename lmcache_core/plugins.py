@@ -24,6 +24,7 @@ from lmcache_core.config.fields import Field, fields_of, secrets_of
 from lmcache_core.config.masking import mask
 from lmcache_core.config.structs import TierConfig
 from lmcache_core.errors import ConfigError, LMCacheError, PluginError
+from lmcache_core.extras import extra_of, lacking
 from lmcache_core.protocols import Scannable, StorageBackend
 
 if TYPE_CHECKING:
@@ -61,16 +62,6 @@ _KNOWN_AS = {
     "valkey": ("redis", ", which is for Valkey too"),
 }
 _MEMORY = frozenset({"dram", "host", "hostmemory", "localcpu", "mem", "memory", "ram"})
-# The extra with what a backend of our own needs.
-_EXTRAS = {
-    "azure": "azure",
-    "gcs": "gcs",
-    "gds": "gds",
-    "mooncake": "mooncake",
-    "nixl": "nixl",
-    "redis": "redis",
-    "s3": "s3",
-}
 # What a tier understands itself. `capacity` is for both: the node evicts by it, and a backend may want to know it.
 _TIER_KEYS = frozenset(field.key for field in fields_of(TierConfig)) - {"capacity"}
 
@@ -100,6 +91,10 @@ class BackendInfo(NamedTuple):
     options: tuple[Field, ...]
     error: str | None
     """Why it can't be used; None if it can."""
+    lacks: tuple[str, ...] = ()
+    """Packages of its extra that aren't installed, without which it can't be opened, or can't do all."""
+    extra: str = ""
+    """Its extra, as pip takes it; empty if it has none."""
 
 
 def check_capacity(place: str, tier: TierConfig, backend: StorageBackend) -> None:
@@ -186,7 +181,8 @@ def list_backends() -> list[BackendInfo]:
             error = str(broken)
         distributions = ", ".join(_distribution(entry) for entry in entries)
         versions = ", ".join(entry.dist.version if entry.dist else "?" for entry in entries)
-        result.append(BackendInfo(name, distributions, versions, options, error))
+        lacks, extra = lacking(entries[0].dist, name), extra_of(entries[0].dist, name)
+        result.append(BackendInfo(name, distributions, versions, options, error, lacks, extra))
     return result
 
 
@@ -221,8 +217,8 @@ class _Plugin:
         try:
             return self._entry.load()
         except Exception as failure:  # A stranger's module may raise anything; it must not stop the others.
-            own = _distribution(self._entry) == _DISTRIBUTION and self._name in _EXTRAS
-            advice = f"; {_missing_dependency(self._name)}" if own and isinstance(failure, ImportError) else ""
+            extra = extra_of(self._entry.dist, self._name) if isinstance(failure, ImportError) else ""
+            advice = f"; to install what it needs: pip install {extra!r}" if extra else ""
             raise self.error(f"cannot be imported: {type(failure).__name__}: {failure}{advice}") from failure
 
     def _check_names(self, plugin: object) -> None:
@@ -277,10 +273,6 @@ def _near(name: str, installed: Collection[str]) -> str:
 
 def _distribution(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist else "unknown distribution"
-
-
-def _missing_dependency(name: str) -> str:
-    return f"to install what it needs: pip install '{_DISTRIBUTION}[{_EXTRAS[name]}]'"
 
 
 def _told(plugin: _Plugin, options: Any, failure: Exception) -> Exception:

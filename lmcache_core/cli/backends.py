@@ -34,10 +34,18 @@ def _print(info: BackendInfo) -> None:
     print(visible(f"{info.name} ({info.distribution} {info.version})"))
     if info.error is not None:
         print(visible(f"cannot be used: {info.error}"))
-    elif info.options:
+        return
+    if info.lacks:
+        are = "is" if len(info.lacks) == 1 else "are"
+        print(visible(f"lacks {' and '.join(info.lacks)}, which {are} not installed: {_install(info)}"))
+    if info.options:
         print_table(COLUMNS, [(each.key, each.type, each.default, each.description) for each in info.options])
     else:
         print("no options")
+
+
+def _install(info: BackendInfo) -> str:
+    return f"pip install '{info.extra}'"
 
 
 def _plain(info: BackendInfo) -> dict[str, object]:
@@ -46,6 +54,8 @@ def _plain(info: BackendInfo) -> dict[str, object]:
         "distribution": info.distribution,
         "version": info.version,
         "error": info.error,
+        "lacks": list(info.lacks),
+        "install": _install(info) if info.lacks else None,
         "options": [
             {
                 "key": each.key,

@@ -209,7 +209,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (tmp_path / f"{name}_kv.py").write_text(source)
         info = tmp_path / f"{name}_kv-2.1.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-kv\nVersion: 2.1\n")
+        extra = "Provides-Extra: cloudy\nRequires-Dist: cloud-client; extra == 'cloudy'\n" if name == "cloudy" else ""
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-kv\nVersion: 2.1\n{extra}")
         (info / "entry_points.txt").write_text(f"[lmcache_core.backends]\n{name} = {name}_kv\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     load_backend.cache_clear()
@@ -232,12 +233,14 @@ def test_a_broken_backend_is_told_and_the_others_are_listed(run: Run) -> None:
     listed = run("backends", "--json")
     assert listed.code == 1
     found = {each["name"]: each for each in listed.json["backends"]}
-    assert found["disk"]["error"] is None
+    assert (found["disk"]["error"], found["disk"]["lacks"], found["disk"]["install"]) == (None, [], None)
     assert found["cloudy"] == {
         "name": "cloudy",
         "distribution": "cloudy-kv",
         "version": "2.1",
         "error": None,
+        "lacks": ["cloud-client"],
+        "install": "pip install 'cloudy-kv[cloudy]'",
         "options": [
             {
                 "key": "url",
@@ -263,7 +266,9 @@ def test_a_broken_backend_is_told_and_the_others_are_listed(run: Run) -> None:
 
     for_people = run("backends")
     assert for_people.code == 1
-    assert "cloudy (cloudy-kv 2.1)" in for_people.lines
+    cloudy = for_people.lines.index("cloudy (cloudy-kv 2.1)")
+    lacks = "lacks cloud-client, which is not installed: pip install 'cloudy-kv[cloudy]'"
+    assert for_people.lines[cloudy + 1] == lacks
     assert any(line.startswith("url ") and line.endswith("Where it listens.") for line in for_people.lines)
     broken = for_people.lines.index("shattered (shattered-kv 2.1)")
     assert for_people.lines[broken + 1].startswith(

@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Iterator
-from importlib.metadata import EntryPoints
 from pathlib import Path
 from textwrap import dedent
 
@@ -216,18 +215,25 @@ def test_a_plugin_that_cannot_be_imported_does_not_hide_the_others(site: Site) -
     assert load_backend("acme").name == "acme"
 
 
-def test_a_missing_dependency_of_a_known_name_says_which_extra(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    site.backend("acme-s3", "import no_such_client", "s3")
-    own = [entry for entry in importlib.metadata.entry_points(group="lmcache_core.backends", name="s3")]
-    mine = EntryPoints(entry for entry in own if entry.value == "acme_s3")
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: mine)
+def test_a_missing_dependency_says_which_extra(site: Site) -> None:
+    site.backend("acme-kv", "import no_such_client", "acme")
     problem = (
-        "backend 's3' (acme_s3, from acme-s3): cannot be imported: ModuleNotFoundError: No module named "
+        "backend 'acme' (acme_kv, from acme-kv): cannot be imported: ModuleNotFoundError: No module named "
         "'no_such_client'"
     )
-    assert error_of("s3") == problem, "the extra is for a backend of ours"
-    monkeypatch.setattr("lmcache_core.plugins._DISTRIBUTION", "acme-s3")
-    assert error_of("s3") == f"{problem}; to install what it needs: pip install 'acme-s3[s3]'"
+    assert error_of("acme") == problem
+    with (site.root / "acme_kv-1.5.dist-info" / "METADATA").open("a") as metadata:
+        metadata.write("Provides-Extra: acme\nRequires-Dist: no-such-client; extra == 'acme'\n")
+    assert error_of("acme") == f"{problem}; to install what it needs: pip install 'acme-kv[acme]'"
+
+
+def test_listing_shows_what_an_extra_lacks(site: Site) -> None:
+    site.backend("acme-kv", GOOD, "acme")
+    assert (info("acme").lacks, info("acme").extra) == ((), "")
+    with (site.root / "acme_kv-1.5.dist-info" / "METADATA").open("a") as metadata:
+        metadata.write("Provides-Extra: acme\nRequires-Dist: no-such-client>=3; extra == 'acme'\n")
+    assert (info("acme").lacks, info("acme").extra) == (("no-such-client",), "acme-kv[acme]")
+    assert info("acme").error is None
 
 
 @pytest.mark.parametrize(
