@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -99,7 +100,6 @@ def _problems(config: Config) -> Iterator[tuple[Key, str]]:
     if config.tenant:
         yield from _tenant(("tenant",), config.tenant)
     seen: dict[str, int] = {}
-    directories: dict[tuple[str, str], int] = {}
     for number, tier in enumerate(config.tiers):
         key: Key = ("tiers", number)
         yield from _tier(key, tier)
@@ -112,14 +112,8 @@ def _problems(config: Config) -> Iterator[tuple[Key, str]]:
                 f"{tier.name!r} is already the name of {first}; write another, as in 'name: {tier.name}-2'",
             )
         seen.setdefault(tier.name, number)
-        for path in _directories(tier):
-            first_user = directories.setdefault((tier.backend, path), number)
-            if first_user != number:
-                yield (
-                    (*key, "path"),
-                    f"{path!r} is already the path of {dotted(('tiers', first_user))}; write another directory, or "
-                    "delete one of the two tiers",
-                )
+        for before, other in enumerate(config.tiers[:number]):
+            yield from _beside(key, tier, dotted(("tiers", before)), other)
     owners: dict[tuple[str, str], int] = {}
     for number, share in enumerate(config.shares):
         key = ("shares", number)
@@ -147,6 +141,27 @@ def _share(key: Key, share: ShareConfig, tiers: list[str]) -> Iterator[tuple[Key
 def _tenant(key: Key, name: str) -> Iterator[tuple[Key, str]]:
     if not NAME.fullmatch(name):
         yield key, f"{name!r} is no name; write up to 64 letters, digits, '.', '_' and '-'"
+
+
+def _beside(key: Key, tier: TierConfig, place: str, other: TierConfig) -> Iterator[tuple[Key, str]]:
+    """What is wrong with a tier in one file with `other`, which stands at `place`."""
+    for path, others in itertools.product(_directories(tier), _directories(other)):
+        if path == others:
+            advice = "write another directory, or delete one of the two tiers"
+            yield (*key, "path"), f"{path!r} is already the path of {place}; {advice}"
+        elif _is_inside(path, others):
+            yield (*key, "path"), f"{path!r} is inside {others!r}, the path of {place}; write one beside that one"
+        elif _is_inside(others, path):
+            yield (*key, "path"), f"{others!r}, the path of {place}, is inside {path!r}; write one beside that one"
+    for name in getattr(tier.options, "one_per_process", ()) if tier.backend == other.backend else ():
+        mine, theirs = getattr(tier.options, name), getattr(other.options, name)
+        if mine != theirs:
+            both = f"{shown(mine)} and {shown(theirs)} ({place})"
+            yield (*key, name), f"{both} cannot both be in one process; write the same for both"
+
+
+def _is_inside(path: str, other: str) -> bool:
+    return path.startswith(other if other.endswith("/") else f"{other}/")
 
 
 def _directories(tier: TierConfig) -> list[str]:

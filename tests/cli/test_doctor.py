@@ -113,12 +113,14 @@ def test_for_people_it_is_a_table_and_what_to_fix(run: Run, tmp_path: Path) -> N
 def test_what_this_user_may_not_enter_is_told_with_a_remedy(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir()
-    file = write_config(tmp_path, disk(closed), disk(closed, "read", write="never"), disk(tmp_path, "closed"))
+    (tmp_path / "itself").mkdir(mode=0)
+    file = write_config(tmp_path, disk(closed), disk(closed, "read", write="never"), disk(tmp_path, "itself"))
     closed.chmod(0)
     as_others = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
     command = [*as_others, sys.executable, "-m", "lmcache_core", "doctor", str(file)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    closed.chmod(0o700)
+    for each in (closed, tmp_path / "itself"):
+        each.chmod(0o700)
     write = "Permission denied; let this user write there, or choose another path"
     read = "Permission denied; let this user in there, or run this as the user that the engine runs as"
     assert (told.returncode, told.stdout.splitlines()[5:]) == (
@@ -126,7 +128,7 @@ def test_what_this_user_may_not_enter_is_told_with_a_remedy(tmp_path: Path) -> N
         [
             f"fix: disk: {closed}/disk: {write}",
             f"fix: read: {closed}/read: {read}",
-            f"fix: closed: disk: {closed}/node.lock: {write}",
+            f"fix: itself: disk: {tmp_path}/itself/node.lock: {write}",
         ],
     ), told.stderr
 

@@ -14,6 +14,7 @@ from lmcache_core.plugins import load_backend
 
 SOURCE = '''
     """Backends that keep nothing."""
+    from typing import ClassVar
     import msgspec
     from lmcache_core.hookspecs import hookimpl
     from lmcache_core.units import ByteSize, Duration, Secret
@@ -23,6 +24,7 @@ SOURCE = '''
         """Sockets kept open."""
 
     class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        one_per_process: ClassVar = ("mode",)
         path: str
         """Directory of the chunks."""
         capacity: ByteSize

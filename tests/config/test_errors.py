@@ -222,6 +222,31 @@ MISTAKES = {
         "  path: [/c, /a/./b/]\n",
         ("tiers.yaml:6: ", "tiers[1].path: '/a/b' is already the path of tiers[0]", "write another directory"),
     ),
+    "two backends in one directory": Mistake(
+        "tiers:\n- {backend: disk, path: /a/b, capacity: 1GiB}\n- {backend: nfs, path: /a/c/../b}\n",
+        ("tiers.yaml:3: ", "tiers[1].path: '/a/b' is already the path of tiers[0]", "write another directory"),
+    ),
+    "a tier inside the directory of another": Mistake(
+        "tiers:\n- {backend: disk, path: /a, capacity: 1GiB}\n- {backend: nfs, path: /b}\n"
+        "- backend: disk\n  name: c\n  capacity: 1GiB\n  path: [/c, /b/kv]\n",
+        ("tiers.yaml:7: ", "tiers[2].path: '/b/kv' is inside '/b', the path of tiers[1]", "beside that one"),
+    ),
+    "a tier around the directory of another": Mistake(
+        "tiers:\n- {backend: disk, path: /a/b/c, capacity: 1GiB}\n- {backend: nfs, path: /a/}\n",
+        ("tiers.yaml:3: ", "tiers[1].path: '/a/b/c', the path of tiers[0], is inside '/a'", "beside that one"),
+    ),
+    "a tier below the root beside one at the root": Mistake(
+        "tiers:\n- {backend: disk, path: /, capacity: 1GiB}\n- {backend: nfs, path: /a}\n",
+        ("tiers.yaml:3: ", "tiers[1].path: '/a' is inside '/', the path of tiers[0]"),
+    ),
+    "tiers that ask contrary things of the process": Mistake(
+        DISK + "  - {backend: fakedisk, name: b, path: /b, capacity: 1GiB, mode: slow}\n",
+        (
+            "tiers.yaml:5: ",
+            "tiers[1].mode: 'slow' and 'fast' (tiers[0]) cannot both be in one process",
+            "write the same for both",
+        ),
+    ),
     "a name that would break a log line": Mistake(
         DISK + '    name: "a\\nb"\n', ("tiers.yaml:5: ", "tiers[0].name: ", "is no name", "letters, digits")
     ),
@@ -343,6 +368,17 @@ def message_of(text: str) -> str:
     with pytest.raises(ConfigError) as error:
         load_config(Path("tiers.yaml"), env={})
     return str(error.value)
+
+
+def test_directories_side_by_side_and_modes_alike_are_no_mistake() -> None:
+    text = """
+        tiers:
+        - {backend: disk, path: [/a/b, /a/c], capacity: 1GiB}
+        - {backend: nfs, path: /a/bc}
+        - {backend: fakedisk, name: one, path: /d, capacity: 1GiB, mode: slow}
+        - {backend: fakedisk, name: two, path: /d, capacity: 1GiB, mode: slow, direct: false}
+    """
+    assert [tier.name for tier in load_config(dedent(text)).config.tiers] == ["disk", "nfs", "one", "two"]
 
 
 @pytest.mark.parametrize("mistake", [pytest.param(mistake, id=name) for name, mistake in MISTAKES.items()])
