@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -112,8 +111,7 @@ def _problems(config: Config) -> Iterator[tuple[Key, str]]:
                 f"{tier.name!r} is already the name of {first}; write another, as in 'name: {tier.name}-2'",
             )
         seen.setdefault(tier.name, number)
-        for before, other in enumerate(config.tiers[:number]):
-            yield from _beside(key, tier, dotted(("tiers", before)), other)
+    yield from _beside_each_other(config.tiers)
     owners: dict[tuple[str, str], int] = {}
     for number, share in enumerate(config.shares):
         key = ("shares", number)
@@ -143,28 +141,40 @@ def _tenant(key: Key, name: str) -> Iterator[tuple[Key, str]]:
         yield key, f"{name!r} is no name; write up to 64 letters, digits, '.', '_' and '-'"
 
 
-def _beside(key: Key, tier: TierConfig, place: str, other: TierConfig) -> Iterator[tuple[Key, str]]:
-    """What is wrong with a tier in one file with `other`, which stands at `place`."""
-    for path, others in itertools.product(_directories(tier), _directories(other)):
-        if path == others:
-            advice = "write another directory, or delete one of the two tiers"
-            yield (*key, "path"), f"{path!r} is already the path of {place}; {advice}"
-        elif _is_inside(path, others):
-            yield (*key, "path"), f"{path!r} is inside {others!r}, the path of {place}; write one beside that one"
-        elif _is_inside(others, path):
-            yield (*key, "path"), f"{others!r}, the path of {place}, is inside {path!r}; write one beside that one"
-    for name in getattr(tier.options, "one_per_process", ()) if tier.backend == other.backend else ():
-        mine, theirs = getattr(tier.options, name), getattr(other.options, name)
-        if mine != theirs:
-            both = f"{shown(mine)} and {shown(theirs)} ({place})"
-            yield (*key, name), f"{both} cannot both be in one process; write the same for both"
+def _beside_each_other(tiers: Sequence[TierConfig]) -> Iterator[tuple[Key, str]]:
+    """What is wrong with tiers in one file that are right alone."""
+    options: dict[tuple[str, str], int] = {}
+    for number, tier in enumerate(tiers):
+        for name in getattr(tier.options, "one_per_process", ()):
+            first = options.setdefault((tier.backend, name), number)
+            mine, its = getattr(tier.options, name), getattr(tiers[first].options, name)
+            if mine != its:
+                both = f"{shown(mine)} and {shown(its)} ({dotted(('tiers', first))})"
+                yield ("tiers", number, name), f"{both} cannot both be in one process; write the same for both"
+    # In this order what is inside of a directory follows it at once.
+    directories = sorted((f"{path.rstrip('/')}/", number) for number, tier in enumerate(tiers) for path in _paths(tier))
+    outer, owner = "", -1
+    for path, number in directories:
+        if not outer or not path.startswith(outer):
+            outer, owner = path, number
+        elif number != owner:
+            yield _nested(path, number, outer, owner)
 
 
-def _is_inside(path: str, other: str) -> bool:
-    return path.startswith(other if other.endswith("/") else f"{other}/")
+def _nested(inner: str, inner_tier: int, outer: str, outer_tier: int) -> tuple[Key, str]:
+    """Of two tiers in each other's directories the later one is told."""
+    later, earlier = max(inner_tier, outer_tier), dotted(("tiers", min(inner_tier, outer_tier)))
+    one, other = inner.rstrip("/") or "/", outer.rstrip("/") or "/"
+    if one == other:
+        told = f"{one!r} is already the path of {earlier}; write another directory, or delete one of the two tiers"
+    elif later == inner_tier:
+        told = f"{one!r} is inside {other!r}, the path of {earlier}; write one beside that one"
+    else:
+        told = f"{one!r}, the path of {earlier}, is inside {other!r}; write one beside that one"
+    return ("tiers", later, "path"), told
 
 
-def _directories(tier: TierConfig) -> list[str]:
+def _paths(tier: TierConfig) -> list[str]:
     """Normalised paths of a backend that keeps directories, which says so by a method `paths` of its options."""
     paths = getattr(tier.options, "paths", None)
     return list(paths()) if callable(paths) else []

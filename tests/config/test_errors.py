@@ -370,6 +370,14 @@ def message_of(text: str) -> str:
     return str(error.value)
 
 
+def test_many_tiers_are_compared_at_once() -> None:
+    tiers = [{"backend": "nfs", "name": f"t{number}", "path": f"/kv/{number}"} for number in range(2000)]
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=r"tiers\[2000\].path: '/kv/7/a' is inside '/kv/7', the path of tiers\[7\]"):
+        load_config({"tiers": [*tiers, {"backend": "nfs", "path": "/kv/7/a"}]})
+    assert time.monotonic() - started < 5
+
+
 def test_directories_side_by_side_and_modes_alike_are_no_mistake() -> None:
     text = """
         tiers:
