@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from lmcache_core.cli.loading import load_usable
 from lmcache_core.cli.output import Column, add_json_option, print_error, print_json, print_note, print_table, visible
-from lmcache_core.config import LoadedConfig, load_config, migrate, schema, show
+from lmcache_core.config import InvalidConfig, LoadedConfig, load_config, migrate, schema, show
 from lmcache_core.config.document import MAX_BYTES
 from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.service.address import socket_path
@@ -48,19 +49,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Load a configuration as an engine would, and make its backends without opening them."""
-    loaded, problem = None, None
+    loaded = None
+    problems: Sequence[str] = ()
     try:
         loaded = load_usable(arguments.file)
+    except InvalidConfig as error:
+        problems = error.problems
     except LMCacheError as error:
-        problem = str(error)
+        problems = [str(error)]
     warnings = [] if loaded is None else _warnings(loaded)
     if arguments.json:
         name = arguments.file if loaded is None else loaded.provenance.name
         connect = (loaded and loaded.config.connect) or None
-        told = {"file": name, "valid": problem is None, "error": problem, "warnings": warnings}
-        print_json(told | {"connect": connect and socket_path(connect)})
+        told = {"file": name, "valid": not problems, "error": next(iter(problems), None), "errors": list(problems)}
+        print_json(told | {"warnings": warnings, "connect": connect and socket_path(connect)})
     elif loaded is None:
-        print_error(str(problem))
+        for problem in problems:
+            print_error(problem)
     else:
         for warning in warnings:
             print_note(f"warning: {warning}")
@@ -68,7 +73,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         tiers = ", ".join(tier.name for tier in loaded.config.tiers) or "none"
         what = f"uses the node at {socket_path(connect)} and its tiers" if connect else f"tiers: {tiers}"
         print(visible(f"{loaded.provenance.name}: valid; {what}; nothing was opened"))
-    return 0 if problem is None else 1
+    return 1 if problems else 0
 
 
 def _warnings(loaded: LoadedConfig) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lmcache_core.config import InvalidSetting, LoadedConfig, load_config
+from lmcache_core.config import InvalidConfig, InvalidSetting, LoadedConfig, load_config
 from lmcache_core.config.conversion import dotted
+from lmcache_core.config.loading import MOST_PROBLEMS
 from lmcache_core.errors import ConfigError, PluginError
 from lmcache_core.plugins import check_capacity, load_backend
 
@@ -17,22 +18,25 @@ def load_usable(file: str | None) -> LoadedConfig:
     have been made, since they see contradictions between their options; nothing is opened.
 
     Raises:
-        ConfigError: It can't be used. The message has file, line and key.
+        InvalidConfig: It can't be used. The message has file, line and key.
     """
     from lmcache_core.coding.recipe import recipe_of  # imports what hashes, for those who have a configuration
 
     loaded = load_config(None if file is None else Path(file))
+    problems = []
     for number, tier in enumerate(loaded.config.tiers):
         place = ("tiers", number)
         try:
             backend = load_backend(tier.backend).create(tier.options)
         except (ConfigError, PluginError) as error:
             below = error.key if isinstance(error, InvalidSetting) else ()
-            where = loaded.provenance.nearest((*place, *below))
-            raise ConfigError(f"{where}: {dotted(place)}: {error}") from error
+            problems.append(f"{loaded.provenance.nearest((*place, *below))}: {dotted(place)}: {error}")
+            continue
         try:
             recipe_of(dotted(place), tier, backend)
             check_capacity(dotted(place), tier, backend)
         except ConfigError as error:
-            raise ConfigError(f"{loaded.provenance.nearest(place)}: {error}") from None
+            problems.append(f"{loaded.provenance.nearest(place)}: {error}")
+    if problems:
+        raise InvalidConfig(problems[:MOST_PROBLEMS])
     return loaded

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lmcache_core.config.conversion import InvalidSetting, convert
     from lmcache_core.config.fields import Field, fields_of
     from lmcache_core.config.json_schema import schema
-    from lmcache_core.config.loading import LoadedConfig, load_config
+    from lmcache_core.config.loading import InvalidConfig, LoadedConfig, load_config
     from lmcache_core.config.masking import MaskedText, mask_url
     from lmcache_core.config.migration import Migration, Note, migrate
     from lmcache_core.config.provenance import Provenance, Setting, show
@@ -35,6 +35,7 @@ __all__ = [
     "Config",
     "CpuConfig",
     "Field",
+    "InvalidConfig",
     "InvalidSetting",
     "LoadedConfig",
     "MaskedText",
@@ -57,6 +58,7 @@ __all__ = [
 
 _HOMES = {
     "Field": "fields",
+    "InvalidConfig": "loading",
     "InvalidSetting": "conversion",
     "LoadedConfig": "loading",
     "MaskedText": "masking",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +27,31 @@ from lmcache_core.config.foreign import is_foreign
 from lmcache_core.config.masking import MASK, MaskedText, mask, masked_in
 from lmcache_core.config.provenance import Provenance
 from lmcache_core.config.references import resolve
-from lmcache_core.config.rules import check
+from lmcache_core.config.rules import mistakes, mistakes_alone
 from lmcache_core.config.structs import Config, TierConfig
 from lmcache_core.errors import ConfigError, PluginError
 from lmcache_core.plugins import list_backends, load_backend
 
+MOST_PROBLEMS = 20
+"""That are told of one configuration at once."""
+
 # What a path never looks like: several lines, `key: value`, a list entry, braces.
 _TEXT = re.compile(r"\n|:\s|:$|^\s*$|^\s*[{\[#]|^\s*- ")
+
+
+class InvalidConfig(ConfigError):
+    """A configuration can't be used. The text is the first of `problems`, which has what can be told at once, in the
+    order of the file: at least one of each section and tier that is wrong, and at most `MOST_PROBLEMS`."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__(problems[0])
+        self.problems = tuple(problems)
+
+
+class _Refused(ConfigError):
+    def __init__(self, found: list[ConfigError]) -> None:
+        super().__init__(found[0])
+        self.found = found
 
 
 class LoadedConfig(NamedTuple):
@@ -67,12 +87,27 @@ def load_config(
         apply_overrides(tree, env, provenance.sources)
         resolved = resolve((), tree, env, provenance.hidden)
         config = _convert(mapping_at((), resolved))
-        check(config)
+    except _Refused as refused:
+        found = refused.found
     except ConfigError as error:
-        where = f"{provenance.nearest(error.key)}: " if isinstance(error, InvalidSetting) else ""
-        told = mask(str(error), masked_in(resolved))
-        raise ConfigError(f"{where}{told}") from (error if told == str(error) else None)
-    return LoadedConfig(config, provenance)
+        found = [error]
+    else:
+        return LoadedConfig(config, provenance)
+    secrets = list(masked_in(resolved))
+    first, *more = sorted(found, key=lambda error: _line(_place(error, provenance)))
+    told = mask(str(first), secrets)
+    problems = [f"{_place(error, provenance)}{mask(str(error), secrets)}" for error in (first, *more)]
+    raise InvalidConfig(problems) from (first if told == str(first) else None)
+
+
+def _place(error: ConfigError, provenance: Provenance) -> str:
+    return f"{provenance.nearest(error.key)}: " if isinstance(error, InvalidSetting) else ""
+
+
+def _line(place: str) -> float:
+    """To order mistakes by; those that are not of the file come last."""
+    number = place.removesuffix(": ").rpartition(":")[2]
+    return int(number) if number.isdecimal() else math.inf
 
 
 def _document(source: Path | str | Mapping[str, Any] | None, env: Mapping[str, str]) -> Document:
@@ -138,15 +173,45 @@ def _top_level(value: object) -> Mapping[str, object]:
 
 
 def _convert(tree: Mapping[str, object]) -> Config:
-    rest = {name: value for name, value in tree.items() if name != "tiers"}
+    values: dict[str, Any] = {}
+    tiers: dict[int, TierConfig] = {}
+    found: list[ConfigError] = list(islice(_fill(tree, values, tiers), MOST_PROBLEMS))
+    if found:
+        config = Config(**values)
+        found += islice(mistakes_alone(config, tiers), MOST_PROBLEMS - len(found))
+    else:
+        config = Config(**values, tiers=tuple(tiers.values()))
+        found += islice(mistakes(config), MOST_PROBLEMS)
+    if found:
+        raise _Refused(found)
+    return config
+
+
+def _fill(tree: Mapping[str, object], values: dict[str, Any], tiers: dict[int, TierConfig]) -> Iterator[InvalidSetting]:
+    """Put what can be read into `values` and `tiers`, and yield what is wrong with the rest."""
     known = [field.key for field in fields_of(Config)]
-    for name in rest:
+    for name in tree:
         if name not in known:
             advice = "it is a key of LMCache; 'lmcache-core config migrate' converts its files"
-            raise unknown_key((), name, known, advice if is_foreign(name) else "")
-    config: Config = convert_struct((), rest, Config)
-    tiers = [_tier(("tiers", number), tier) for number, tier in enumerate(list_at(("tiers",), tree.get("tiers")))]
-    return Config(**{name: getattr(config, name) for name in known if name != "tiers"}, tiers=tuple(tiers))
+            yield unknown_key((), name, known, advice if is_foreign(name) else "")
+            if is_foreign(name):
+                break  # the rest of them is of that kind too
+    for name in known:
+        if name in tree and name != "tiers":
+            try:
+                values[name] = getattr(convert_struct((), {name: tree[name]}, Config), name)
+            except InvalidSetting as error:
+                yield error
+    try:
+        listed = list_at(("tiers",), tree.get("tiers"))
+    except InvalidSetting as error:
+        listed = []
+        yield error
+    for number, tier in enumerate(listed):
+        try:
+            tiers[number] = _tier(("tiers", number), tier)
+        except InvalidSetting as error:
+            yield error
 
 
 def _tier(key: Key, value: object) -> TierConfig:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -34,8 +35,24 @@ def check(config: Config) -> None:
         InvalidSetting: It contradicts itself; the message says what to write instead.
     """
     _check_types((), config, Config)
-    for key, problem in _problems(config):
-        raise InvalidSetting(key, f"{dotted(key)}: {problem}")
+    for mistake in mistakes(config):
+        raise mistake
+
+
+def mistakes(config: Config) -> Iterator[InvalidSetting]:
+    """What `check` raises the first of; the types of all settings have been checked."""
+    return itertools.starmap(_mistake, itertools.chain(_of_sections(config), _of_all(config)))
+
+
+def mistakes_alone(config: Config, tiers: Mapping[int, TierConfig]) -> Iterator[InvalidSetting]:
+    """Those that do not depend on other sections, for a configuration of which some could not be read. `tiers` are
+    those that could be, by their number."""
+    of_tiers = (_tier(("tiers", number), tier) for number, tier in tiers.items())
+    return itertools.starmap(_mistake, itertools.chain(_of_sections(config), *of_tiers))
+
+
+def _mistake(key: Key, problem: str) -> InvalidSetting:
+    return InvalidSetting(key, f"{dotted(key)}: {problem}")
 
 
 def _check_types(key: Key, struct: object, wanted: type[msgspec.Struct]) -> None:
@@ -66,26 +83,12 @@ def _check_types(key: Key, struct: object, wanted: type[msgspec.Struct]) -> None
                 raise InvalidSetting(place, f"{dotted(place)}: {shown(value)} is text; in code write {converted!r}")
 
 
-def _problems(config: Config) -> Iterator[tuple[Key, str]]:
-    if config.chunk_tokens % config.page_tokens:
-        pages = max(1, round(config.chunk_tokens / config.page_tokens))
-        yield (
-            ("chunk_tokens",),
-            f"{config.chunk_tokens} is not a multiple of page_tokens ({config.page_tokens}); "
-            f"write {pages * config.page_tokens}",
-        )
+def _of_sections(config: Config) -> Iterator[tuple[Key, str]]:
     yield from _capacity(("cpu", "capacity"), config.cpu.capacity, "20GiB")
     if config.lease_timeout <= 0:
         yield ("lease_timeout",), "must be longer than 0; write for example 30s"
     if config.call_timeout < LEAST_CALL_TIMEOUT:
         yield ("call_timeout",), "must be 1ms or longer; write for example 1s"
-    if config.connect and config.socket:
-        yield (
-            ("connect",),
-            "a node of another process is used, so there is none here that `socket` could serve; write one of the two",
-        )
-    if config.connect and config.tiers:
-        yield ("connect",), "the tiers are those of the node that is used; delete `tiers` here, and write them there"
     for name in ("socket", "connect"):
         path = os.path.expanduser(getattr(config, name))
         if path not in ("", "auto") and not os.path.isabs(path):
@@ -98,6 +101,23 @@ def _problems(config: Config) -> Iterator[tuple[Key, str]]:
         yield ("share_timeout",), "must be longer than 0; write for example 1h"
     if config.tenant:
         yield from _tenant(("tenant",), config.tenant)
+
+
+def _of_all(config: Config) -> Iterator[tuple[Key, str]]:
+    if config.chunk_tokens % config.page_tokens:
+        pages = max(1, round(config.chunk_tokens / config.page_tokens))
+        yield (
+            ("chunk_tokens",),
+            f"{config.chunk_tokens} is not a multiple of page_tokens ({config.page_tokens}); "
+            f"write {pages * config.page_tokens}",
+        )
+    if config.connect and config.socket:
+        yield (
+            ("connect",),
+            "a node of another process is used, so there is none here that `socket` could serve; write one of the two",
+        )
+    if config.connect and config.tiers:
+        yield ("connect",), "the tiers are those of the node that is used; delete `tiers` here, and write them there"
     seen: dict[str, int] = {}
     for number, tier in enumerate(config.tiers):
         key: Key = ("tiers", number)

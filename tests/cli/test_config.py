@@ -37,7 +37,7 @@ def good(tmp_path: Path) -> Path:
 def test_check_accepts(run: Run, good: Path) -> None:
     checked = run("config", "check", good)
     assert (checked.code, checked.out, checked.err) == (0, f"{good}: valid; tiers: disk; nothing was opened\n", "")
-    plain = {"file": str(good), "valid": True, "error": None, "warnings": [], "connect": None}
+    plain = {"file": str(good), "valid": True, "error": None, "errors": [], "warnings": [], "connect": None}
     assert run("config", "check", good, "--json").json == plain
 
 
@@ -79,7 +79,83 @@ def test_check_refuses_with_file_line_and_remedy(run: Run, tmp_path: Path) -> No
     assert checked.err == f"lmcache-core: error: {problem}\n"
     as_json = run("config", "check", file, "--json")
     assert (as_json.code, as_json.err) == (1, "")
-    assert as_json.json == {"file": str(file), "valid": False, "error": problem, "warnings": [], "connect": None}
+    plain = {"file": str(file), "valid": False, "error": problem, "errors": [problem], "warnings": [], "connect": None}
+    assert as_json.json == plain
+
+
+SEVERAL = """\
+page_tokens: many
+cpu: {capacity: 20}
+log_intervall: 5s
+tiers:
+  - backend: disk
+    path: /nvme/kv
+    capacity: 10GiB
+    read_timeout: 0
+  - {backend: valkey, url: redis://h}
+  - {backend: nfs, path: /mnt/kv}
+  - backend: disk
+    paht: /nvme/kv
+metrics:
+  port: 70000
+lease_timeout: 0
+"""
+
+
+def test_check_tells_all_mistakes_in_the_order_of_the_file(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(SEVERAL)
+    checked = run("config", "check", file)
+    assert (checked.code, checked.out) == (1, "")
+    told = [line.removeprefix(f"lmcache-core: error: {file}:").partition("; ")[0] for line in checked.err.splitlines()]
+    assert told == [
+        "1: page_tokens: 'many' is not possible",
+        "2: cpu.capacity: 20B cannot hold a chunk",
+        "3: unknown key 'log_intervall'",
+        "8: tiers[0].read_timeout: must be longer than 0",
+        "9: tiers[1].backend: there is no backend 'valkey'",
+        "12: unknown key 'paht' in tiers[3]",
+        "14: metrics.port: 70000 is not possible",
+        "15: lease_timeout: must be longer than 0",
+    ]
+    as_json = run("config", "check", file, "--json").json
+    assert [f"lmcache-core: error: {each}" for each in as_json["errors"]] == checked.err.splitlines()
+    assert as_json["error"] == as_json["errors"][0]
+    assert run("config", "show", file).err == f"{checked.err.splitlines()[0]}\n", "others say the first"
+
+
+def test_check_tells_all_that_contradicts_and_that_backends_refuse(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "bad.yaml"
+    tiers = [
+        "{backend: disk, path: /nvme/kv, capacity: 10GiB}",
+        "{backend: nfs, path: /nvme/kv/a}",
+        "{backend: nfs, path: /mnt/kv}",
+    ]
+    file.write_text("\n  - ".join(["chunk_tokens: 100\ntiers:", *tiers]))
+    told = run("config", "check", file, "--json").json["errors"]
+    assert told == [
+        f"{file}:1: chunk_tokens: 100 is not a multiple of page_tokens (64); write 128",
+        f"{file}:4: tiers[1].path: '/nvme/kv/a' is inside '/nvme/kv', the path of tiers[0]; write one beside that one",
+        f"{file}:5: tiers[2].name: 'nfs' is already the name of tiers[1]; write another, as in 'name: nfs-2'",
+    ]
+    tiers = [
+        "{backend: redis, url: redis://h, codec: zstd}",
+        "{backend: nfs, path: /mnt/kv}",
+        "{backend: redis, name: two, url: redis://h, capacity: 5MiB}",
+    ]
+    file.write_text("\n  - ".join(["tiers:", *tiers]))
+    load_codec.cache_clear()
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    told = run("config", "check", file).err.splitlines()
+    load_codec.cache_clear()
+    starts = [
+        f"{file}:2: tiers[0].codec: zstd needs a package",
+        f"{file}:4: tiers[2].capacity: a tier of 'redis' is not",
+    ]
+    starts = [f"lmcache-core: error: {start}" for start in starts]
+    assert [line[: len(start)] for line, start in zip(told, starts, strict=True)] == starts
 
 
 def test_check_asks_the_backends_too(run: Run, tmp_path: Path) -> None:

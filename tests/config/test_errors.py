@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from lmcache_core.config import load_config
+from lmcache_core.config import InvalidConfig, load_config
+from lmcache_core.config.loading import MOST_PROBLEMS
 from lmcache_core.errors import ConfigError
 
 DISK = """\
@@ -370,6 +371,56 @@ def message_of(text: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n".join(f"wrong_{number}: 1" for number in range(9000)),
+        "tiers:\n" + "  - {path: /a}\n" * 6000,
+        "tiers:\n" + "  - {backend: fakedsk}\n" * 6000,
+        "tiers:\n" + "  - {backend: fakedisk, path: /a, capacity: 1GiB}\n" * 2500,
+    ],
+)
+def test_of_very_many_mistakes_some_are_told(text: str) -> None:
+    Path("tiers.yaml").write_text(text)
+    started = time.monotonic()
+    with pytest.raises(InvalidConfig) as error:
+        load_config("tiers.yaml", env={})
+    assert time.monotonic() - started < 5
+    assert len(error.value.problems) == MOST_PROBLEMS
+    assert error.value.problems[0] == str(error.value)
+
+
+def test_mistakes_are_told_in_the_order_of_the_file_and_those_of_the_environment_last() -> None:
+    text = "cpu: {policy: no}\ntiers:\n- {backend: fakedisk, path: 5}\nlayout: odd\n"
+    Path("tiers.yaml").write_text(text)
+    with pytest.raises(InvalidConfig) as error:
+        load_config("tiers.yaml", env={"LMCACHE_CORE_LEASE_TIMEOUT": "soon", "LMCACHE_CORE_CPU__CAPACITY": "1GiB"})
+    starts = ["tiers.yaml:1: cpu.policy", "tiers.yaml:3: tiers[0].path", "tiers.yaml:4: layout"]
+    starts.append("environment LMCACHE_CORE_LEASE_TIMEOUT: lease_timeout")
+    assert [told[: len(start)] for told, start in zip(error.value.problems, starts, strict=True)] == starts
+    text = "tiers: [{backend: fakeremote, url: 'a${env:SECRET}', pool: {connections: -1}}, '${env:SECRET}']\nsalt: [5]"
+    assert "hunter2" not in all_of(text, SECRET="hunter2")
+    assert "hunter2" not in all_of("salt: hunter2\ncpu: x\ntiers: ['${env:SECRET}', 5]\n", SECRET="hunter2")
+
+
+def test_what_follows_from_another_mistake_is_not_told() -> None:
+    """Pages of a size that is not known, tiers that are not there: nothing can be said of what goes with them."""
+    text = (
+        DISK.replace("capacity", "capcity")
+        + "page_tokens: 0\nchunk_tokens: 100\nshares: [{tenant: a, tiers: {fakedisk: 1GiB}}]\n"
+    )
+    assert all_of(text).splitlines() == [
+        "<text>:4: unknown key 'capcity' in tiers[0]; did you mean 'capacity'?",
+        "<text>:5: page_tokens: 0 is not possible; write a whole number of at least 1 and of at most 1048576",
+    ]
+
+
+def all_of(text: str, **env: str) -> str:
+    with pytest.raises(InvalidConfig) as error:
+        load_config(text, env=env)
+    return "\n".join(error.value.problems)
+
+
 def test_many_tiers_are_compared_at_once() -> None:
     tiers = [{"backend": "nfs", "name": f"t{number}", "path": f"/kv/{number}"} for number in range(2000)]
     started = time.monotonic()
@@ -517,6 +568,7 @@ def test_errors_do_not_show_secrets(text: str, secret: str) -> None:
     Path("tiers.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
         load_config("tiers.yaml", env={"SECRET": "hunter2"})
+    assert not [told for told in getattr(error.value, "problems", ()) if secret in told]
     failure: BaseException | None = error.value
     while failure is not None:
         assert secret not in str(failure)
