@@ -276,7 +276,8 @@ class Link:
     def close(self) -> None:
         """Let go of the sockets. The memory stays mapped for those who still copy from it."""
         self.fail("this client was closed")
-        self._close_sockets()
+        with self._lock:  # a call may have to read its answer yet, which came before the node ended
+            self._close_sockets()
 
     def _close_sockets(self) -> None:
         self._stream.close()
