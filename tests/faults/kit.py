@@ -34,7 +34,7 @@ def an_engine(
     report = Report("a test")
     run = Run(report, 0, 0, Path())
     with Cache(DirectClient(Node(config, backends), owns=True), namespace()) as cache:
-        yield Engine(cache, run, deadline=2.0)
+        yield Engine(cache, run, deadline=5.0)
         with suppress(ClosedError):
             assert cache.flush(20), "writes do not end"
             assert until(lambda: not leftovers(cache.stats()), 10), leftovers(cache.stats())

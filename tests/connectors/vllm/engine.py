@@ -400,7 +400,8 @@ class Engine:
     # Scheduling
 
     def schedule(self) -> Plan:
-        """As vLLM: those that run first, then those that wait, in the order in which they came."""
+        """As vLLM: those that run first, then those that wait, in the order in which they came. Who waits for a load and
+        so has blocks comes before others, who may have to wait for these blocks."""
         plan = Plan()
         budget = self.budget
         preempted = False
@@ -418,7 +419,8 @@ class Engine:
             if request.status == "running":
                 plan.tokens[request.request_id] = tokens
                 budget -= tokens
-        for request in [] if preempted else list(self.waiting):
+        waiting = sorted(self.waiting, key=lambda request: request.status != "remote")
+        for request in [] if preempted else waiting:
             if request.status == "remote":
                 if not self._received_by_all(request):
                     continue
