@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from lmcache_core.errors import BackendError, ConfigError
+from lmcache_core.openings import Opening
 from lmcache_core.protocols import Abortable, StorageBackend
 
 T = TypeVar("T")
@@ -18,7 +19,7 @@ _VERBS = [name for name, verb in vars(StorageBackend).items() if inspect.iscorou
 class BackendCalls:
     """Calls of one backend. Runs on the event loop."""
 
-    def __init__(self, backend: StorageBackend, name: str) -> None:
+    def __init__(self, backend: Opening, name: str) -> None:
         self.abortable = isinstance(backend, Abortable) and backend.abortable
         self._backend = backend
         self._name = name

@@ -135,11 +135,11 @@ class DirectReading(NamedTuple):
 
 @runtime_checkable
 class ReadsPastHost(Protocol):
-    """What a client can do besides that is in the node's process."""
+    """What a client can do besides, in the node's process or with openings of its own of the node's tiers."""
 
     @property
     def reads_past_host(self) -> bool:
-        """Whether there is a tier now that can do that."""
+        """Whether there is a tier now that can do that, as far as is known."""
         ...
 
     def past_host(self, held: Held, number: int) -> PastHost | None:
@@ -153,6 +153,10 @@ class ReadsPastHost(Protocol):
         Raises:
             ClosedError: The node has been closed.
         """
+        ...
+
+    def count(self, name: str, label: str, amount: float = 1) -> None:
+        """See `Client`."""
         ...
 
 

@@ -26,6 +26,7 @@ COUNTERS = {
     "present_tokens": Counter("Tokens of stores that were there already or under way.", "kind"),
     "copied_bytes": Counter("Bytes copied between engine and host pool.", "direction"),
     "copy_seconds": Counter("Seconds spent in those copies.", "direction"),
+    "past_host_bytes": Counter("Bytes read from a tier into a device's memory, past the host pool.", "tier"),
     "read_chunks": Counter("Chunks read from a tier and verified.", "tier"),
     "read_bytes": Counter("Bytes of chunks read from a tier and verified, frames included.", "tier"),
     "read_seconds": Counter("Seconds that reads of a tier took, without waiting in queues.", "tier"),

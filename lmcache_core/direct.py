@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -240,6 +240,10 @@ class DirectClient:
 
     def past_host(self, held: Held, number: int) -> PastHost | None:
         """See `ReadsPastHost`."""
+        return self.find_past_host(held, number, lambda tier: self.node.past_host(tier) is not None)
+
+    def find_past_host(self, held: Held, number: int, readable: Callable[[int], bool]) -> PastHost | None:
+        """As `past_host`, of tiers that are `readable`, by their number."""
         holding: Holding = held.handle
         with self._guard.turn, self._guard.mutex:
             index = self._guard.use()
@@ -249,7 +253,7 @@ class DirectClient:
             piece = pieces[number]
             entry = piece.entry
             tier = index.source(entry)
-            if tier is None or self.node.past_host(tier.number) is None:
+            if tier is None or not readable(tier.number):
                 return None
             form = entry.form
             chunk = DirectChunk(entry.chunk_key, entry.pages, entry.parent, form.shards, form.page_bytes)

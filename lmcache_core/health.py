@@ -11,7 +11,8 @@ from lmcache_core.calls import BackendCalls
 from lmcache_core.config import TierConfig
 from lmcache_core.errors import BackendError, ConfigError
 from lmcache_core.events import TierEvents
-from lmcache_core.protocols import CountsEvents, Describes, ReportsUsage, Scannable, StorageBackend, Usage
+from lmcache_core.openings import Opening
+from lmcache_core.protocols import CountsEvents, Describes, ReportsUsage, Scannable, Usage
 from lmcache_core.ratelog import RateLog
 from lmcache_core.units import format_size
 
@@ -39,7 +40,7 @@ class TierHealth:
         self,
         number: int,
         config: TierConfig,
-        backend: StorageBackend,
+        backend: Opening,
         events: TierEvents,
         log: RateLog,
         busy: Callable[[], bool],

@@ -272,6 +272,16 @@ class Node:
         direct = self.runners[number].direct
         return direct if direct is not None and direct.possible else None
 
+    @property
+    def beside(self) -> list[tuple[int, TierConfig]]:
+        """Number and settings of the tiers that other processes can read to devices of their own."""
+        return [(runner.number, runner.config) for runner in self.runners if runner.read_beside]
+
+    def is_beside(self, number: int) -> bool:
+        """Whether a tier is one of those, and in use."""
+        runner = self.runners[number]
+        return runner.read_beside and runner.up
+
     def start(self, work: Any) -> Future[Any]:
         """Run a coroutine on the node's event loop.
 

@@ -8,11 +8,11 @@ from typing import Generic, Protocol, TypeVar
 
 from lmcache_core.errors import ClosedError
 
-__all__ = ["Openings"]
+__all__ = ["Opening", "Openings"]
 
 
 class Opening(Protocol):
-    """One of them."""
+    """What can be opened, as one of them."""
 
     async def open(self) -> None:
         """Get what is needed; if that fails, it has let go of everything."""

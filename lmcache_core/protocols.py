@@ -36,6 +36,7 @@ __all__ = [
     "Listed",
     "Lists",
     "ReadResult",
+    "ReadsBeside",
     "ReadsShorter",
     "RegisteredKV",
     "RemembersUse",
@@ -388,6 +389,18 @@ class DeviceDirect(Protocol):
                 whose write has not ended before; the caller deletes them.
             UsageError: Such a chunk cannot be; the message says which.
         """
+        ...
+
+
+@runtime_checkable
+class ReadsBeside(Protocol):
+    """A `DeviceDirect` that other processes of the host can read beside the one whose backend it is: engines' workers
+    read to devices of their own. They are told the tier's settings, these options among them, by the node's socket."""
+
+    def reader(self) -> StorageBackend:
+        """A backend of the same options that is a `DeviceDirect` too, not open yet. Nothing but `read_direct` is asked
+        of it between `open` and `close`, and it leaves alone what one process does for all, as cleaning up. This one
+        need not be open."""
         ...
 
 

@@ -29,6 +29,7 @@ from lmcache_core.protocols import (
     Describes,
     DeviceDirect,
     ReadResult,
+    ReadsBeside,
     RemembersUse,
     Scannable,
     StorageBackend,
@@ -66,6 +67,8 @@ class TierRunner:
         """Reads into a device's memory, if it has such: its chunks must be stored as they are."""
         if recipe.plain and isinstance(backend, DeviceDirect):
             self.direct = DirectReads(number, config, backend, self.health, events, lambda: self._pump())
+        self.read_beside = self.direct is not None and isinstance(backend, ReadsBeside)
+        """Other processes can read its chunks to their devices."""
         self.coder = TierCoder(config.name, recipe, framer, partial(events.counted, number), faults)
         self._events = events
         self._log = faults

@@ -90,8 +90,6 @@ def blocking_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 ENDING = 10.0
 """Seconds that threads of a closed node or client have to end in: loaded machines take their time."""
-LASTING = ("lmcache-log",)
-"""Names of threads that are the process's, and stay."""
 
 
 def our_threads() -> set[threading.Thread]:
@@ -104,7 +102,7 @@ def nothing_runs_on() -> Iterator[None]:
     before = our_threads()
     yield
     until = time.monotonic() + ENDING
-    while left := {each for each in our_threads() - before if not each.name.startswith(LASTING)}:
+    while left := our_threads() - before:
         if time.monotonic() > until:
             pytest.fail(f"threads go on: {', '.join(sorted(each.name for each in left))}", pytrace=False)
         for thread in left:

@@ -25,11 +25,13 @@ from lmcache_core.client import (
     AHEAD,
     KEY_BYTES,
     Boundary,
+    DirectReading,
     Finished,
     Grant,
     Held,
     Model,
     Part,
+    PastHost,
     Room,
     SpaceStats,
     Stats,
@@ -38,12 +40,14 @@ from lmcache_core.client import (
     check_places,
 )
 from lmcache_core.config import Config
-from lmcache_core.errors import BackendError, ClosedError, LayoutError, UsageError
+from lmcache_core.errors import BackendError, ClosedError, LayoutError, LMCacheError, UsageError
 from lmcache_core.namespace import Namespace
 from lmcache_core.node import FORKED
 from lmcache_core.pins import Unpinned
+from lmcache_core.protocols import ChunkKey, CopyBack, DirectChunk
 from lmcache_core.ratelog import RateLog
 from lmcache_core.service import wire
+from lmcache_core.service.beside import TierReaders
 from lmcache_core.service.link import ABSENT, Link, LinkDown
 from lmcache_core.service.session import LONGEST_WAIT
 
@@ -71,6 +75,8 @@ class _Lease:
     number: int
     granted: dict[int, Grant]
     """What came with it, until it is asked for."""
+    found: dict[int, PastHost | None] = field(default_factory=dict)
+    """Where parts are to be read from past the pool, as far as it was asked."""
     released: bool = False
 
     def __del__(self) -> None:
@@ -104,9 +110,22 @@ class RemoteClient:
         name: What the node calls this client to people; the program's name by default.
         shard: The part of each chunk that this client copies: that of its rank.
         operator: Whether it is an operator's command, for which a node has places of their own.
+        past_host: Read what can be read like that to devices of this process, past the pool: see `ReadsPastHost`. The
+            tiers for that are opened here too, on threads.
+        ahead: Parts of a lease that shall come to the pool as soon as there is one, unless `past_host` can read them.
     """
 
-    def __init__(self, path: str, config: Config, name: str = "", *, shard: int = 0, operator: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        config: Config,
+        name: str = "",
+        *,
+        shard: int = 0,
+        operator: bool = False,
+        past_host: bool = False,
+        ahead: int = AHEAD,
+    ) -> None:
         self.path = path
         self.shard = shard
         self.tenant = config.tenant
@@ -125,6 +144,8 @@ class RemoteClient:
         self._closed = threading.Event()
         self._why_closed = "this client has been closed"
         self._came = threading.Condition()
+        self._most_ahead = ahead
+        self._readers = TierReaders(config.log_interval) if past_host else None
         _clients.add(self)
         first = self._connect()
         self._thread = threading.Thread(target=self._keep, args=(first,), name="lmcache-link", daemon=True)
@@ -142,10 +163,18 @@ class RemoteClient:
         self.chunk_tokens = link.welcome.chunk_tokens
         self.page_tokens = link.welcome.page_tokens
         self.retention_tokens = link.welcome.retention_tokens
+        self._learn_of_tiers(link)
         with self._came:
             self._link = link
             self._came.notify_all()
         return link
+
+    def _learn_of_tiers(self, link: Link) -> None:
+        if self._readers is not None:
+            try:
+                self._readers.use(link.call(wire.AskBeside(), wire.Report).stats)
+            except LMCacheError as error:
+                self._log.warning("beside", "the node at %s does not say what can be read: %s", self.path, error)
 
     def _keep(self, link: Link | None) -> None:
         pause = FIRST_PAUSE
@@ -264,7 +293,7 @@ class RemoteClient:
         """See `Client`."""
 
         def ask(link: Link) -> Held:
-            request = wire.Hold(self._number(link, model), _joined(keys), _names(places), AHEAD, counted)
+            request = wire.Hold(self._number(link, model), _joined(keys), _names(places), self._ahead, counted)
             return _held(link, link.call(request, wire.Held))
 
         return self._try(ask, Held(0, []))
@@ -280,11 +309,48 @@ class RemoteClient:
             start += 1
         if granted:
             return granted
+        for number in range(start, start + ahead):  # they are being read to the pool from now on
+            if lease.found.get(number) is not None:
+                lease.found[number] = None
         try:
             answer = lease.link.call(wire.Grant(lease.number, start, ahead), wire.Grants)
         except LinkDown:
             return []
         return [_grant(lease.link, each) for each in answer.granted]
+
+    @property
+    def _ahead(self) -> int:
+        """Parts to have brought to the pool at once."""
+        return 0 if self.reads_past_host else self._most_ahead
+
+    @property
+    def reads_past_host(self) -> bool:
+        """See `ReadsPastHost`."""
+        return self._readers is not None and self._readers.possible
+
+    def past_host(self, held: Held, number: int) -> PastHost | None:
+        """See `ReadsPastHost`."""
+        lease: _Lease | None = held.handle
+        if lease is None or lease.released or not self.reads_past_host:
+            return None
+        if number not in lease.found:
+            if not 0 <= number < len(held.parts):
+                return None
+            try:
+                answer = lease.link.call(wire.FindPastHost(lease.number, number, AHEAD), wire.PastHosts)
+            except LinkDown:
+                return None
+            lease.found[number] = None
+            lease.found.update(enumerate(map(_past_host, answer.found), number))
+        found = lease.found[number]
+        assert self._readers is not None
+        return found if found is not None and self._readers.can_read(found.number) else None
+
+    def read_past_host(self, found: PastHost, address: int, back: CopyBack) -> DirectReading:
+        """See `ReadsPastHost`."""
+        if self._readers is None or self._closed.is_set():
+            raise ClosedError(self._why_closed)
+        return self._readers.read(found, address, back)
 
     def consume(self, held: Held, parts: int) -> None:
         """See `Client`."""
@@ -371,7 +437,7 @@ class RemoteClient:
         """See `Client`."""
 
         def ask(link: Link) -> Held | None:
-            got = link.either(wire.JoinHold(number, AHEAD), wire.Held)
+            got = link.either(wire.JoinHold(number, self._ahead), wire.Held)
             return None if got is None else _held(link, got)
 
         return self._try(ask, None)
@@ -531,6 +597,8 @@ class RemoteClient:
             link.fail("this client was closed")
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * self._deadline)
+        if self._readers is not None:
+            self._readers.close()
 
 
 def _wait(timeout: float | None) -> float:
@@ -564,6 +632,14 @@ def _grant(link: Link, granted: wire.Granted) -> Grant:
         return Grant(None, granted.tier, link.ticket(granted.ticket, bool))
     source = link.memory[granted.offset : granted.offset + granted.nbytes].toreadonly()
     return Grant(source, granted.tier, None, granted.offset)
+
+
+def _past_host(found: wire.PastHost | None) -> PastHost | None:
+    if found is None:
+        return None
+    pages = tuple(wire.split_keys(found.keys))
+    chunk = DirectChunk(ChunkKey(found.space, pages[-1]), pages, found.parent, found.shards, found.page_bytes)
+    return PastHost(found.tier, found.number, chunk, found.shard, found.pages)
 
 
 def _held(link: Link, got: wire.Held) -> Held:

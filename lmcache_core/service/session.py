@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from lmcache_core.client import Held, Model, Storing
+from lmcache_core.client import Held, Model, PastHost, Storing
 from lmcache_core.counts import COUNTERS
 from lmcache_core.direct import DirectClient
 from lmcache_core.errors import BackendError, ClosedError, LMCacheError, UsageError
@@ -39,7 +39,10 @@ MOST_AHEAD = 64
 MOST_LABELS = 64
 MOST_SHARDS = 1024
 LONGEST_WAIT = 1e6
-CLIENTS_COUNT = ("retrieved_tokens", "stored_tokens", "present_tokens", "copied_bytes", "copy_seconds", "faults")
+CLIENTS_COUNT = (
+    *("retrieved_tokens", "stored_tokens", "present_tokens", "copied_bytes", "copy_seconds", "past_host_bytes"),
+    "faults",
+)
 LABEL = re.compile(r"[A-Za-z0-9._ -]{1,64}")
 SEND_TIMEOUT = 5.0
 """Seconds after which a client that doesn't take its answers is sent away."""
@@ -148,6 +151,8 @@ class Session:
             wire.Share: self._share,
             wire.JoinHold: self._join_hold,
             wire.JoinStore: self._join_store,
+            wire.AskBeside: self._beside,
+            wire.FindPastHost: self._find_past_host,
         }
 
     @property
@@ -494,6 +499,24 @@ class Session:
         storing = self._client.join_store(request.number)
         return wire.Number(0) if storing is None else self._opened(number, storing)
 
+    def _beside(self, request: wire.AskBeside) -> wire.Answer:
+        tiers = [
+            (number, msgspec.structs.replace(config, options=msgspec.to_builtins(config.options, enc_hook=str)))
+            for number, config in self._node.beside
+        ]
+        return wire.Report(msgspec.msgpack.encode(tiers))
+
+    def _find_past_host(self, request: wire.FindPastHost) -> wire.Answer:
+        held = self._held(request.hold)
+        if not (0 <= request.start <= len(held.parts) and 0 <= request.count <= MOST_AHEAD):
+            raise UsageError(
+                f"a lease has {len(held.parts)} parts; it cannot be said of part {request.start} and {request.count} "
+                "more where they are"
+            )
+        numbers = range(request.start, min(request.start + request.count, len(held.parts)))
+        found = [self._client.find_past_host(held, number, self._node.is_beside) for number in numbers]
+        return wire.PastHosts(tuple(None if each is None else _told_past_host(each) for each in found))
+
     def _ping(self, request: wire.Ping) -> wire.Answer:
         self._node.check()
         return wire.Number(0)
@@ -501,6 +524,15 @@ class Session:
 
 def _unknown(what: str, number: int) -> NoReturn:
     raise UsageError(f"there is no {what} {number}; it has ended, or never was")
+
+
+def _told_past_host(found: PastHost) -> wire.PastHost:
+    chunk = found.chunk
+    keys = wire.join_keys(chunk.pages)
+    sizes = chunk.shards, chunk.page_bytes
+    return wire.PastHost(
+        found.tier, found.number, chunk.key.space, keys, chunk.parent, *sizes, found.shard, found.pages
+    )
 
 
 def _check_wait(seconds: float) -> None:

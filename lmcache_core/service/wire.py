@@ -20,7 +20,7 @@ import msgspec
 from lmcache_core.errors import LMCacheError, UsageError
 from lmcache_core.namespace import Namespace
 
-VERSION = 4
+VERSION = 5
 MOST_BYTES = 16 << 20
 """Length of the longest message: the keys of half a million pages."""
 KEY_BYTES = 32
@@ -248,6 +248,19 @@ class Drain(_Message, tag=26):
     timeout: float
 
 
+class AskBeside(_Message, tag=28):
+    """Answered by `Report`, of a list: number and settings (`TierConfig`, its options as plain data) of each tier that
+    this client can read to a device of its own."""
+
+
+class FindPastHost(_Message, tag=29):
+    """Where parts of a lease lie for who reads them to a device. Answered by `PastHosts`."""
+
+    hold: int
+    start: int
+    count: int
+
+
 # From a node
 
 
@@ -382,6 +395,27 @@ class Unpinned(_Message, tag=114):
     """It had been pinned."""
 
 
+class PastHost(_Message, tag=115):
+    """The first pages of a chunk on a tier: see `lmcache_core.client.PastHost`."""
+
+    tier: str
+    number: int
+    space: bytes
+    keys: bytes
+    """Of all its pages, one behind another."""
+    parent: bytes
+    shards: int
+    page_bytes: int
+    shard: int
+    pages: int
+
+
+class PastHosts(_Message, tag=116):
+    """Answer to `FindPastHost`: for each part in turn where it lies, if it is to be read like that."""
+
+    found: tuple[PastHost | None, ...]
+
+
 class Done(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """A ticket's value, on the second socket."""
 
@@ -418,9 +452,11 @@ Request: TypeAlias = (
     | Freeze
     | Drain
     | EndStore
+    | AskBeside
+    | FindPastHost
 )
 Answer: TypeAlias = (
-    Welcome | Failed | Number | Boundary | Held | Grants | Rooms | Finished | Report | Clients | Unpinned
+    Welcome | Failed | Number | Boundary | Held | Grants | Rooms | Finished | Report | Clients | Unpinned | PastHosts
 )
 CASTS = (Consume, Release, Filled, Count, DropStore, EndStore)
 

@@ -36,8 +36,18 @@ class DirectShelf(Shelf):
         self.arrived: list[int] = []
         """Addresses that reads which have begun will write to."""
         self.ended = 0
+        self.readers: list[DirectShelf] = []
+        """What was opened beside it, to read."""
 
     has_device = True
+
+    def reader(self) -> DirectShelf:
+        """Makes this a `ReadsBeside`: of what is in it, with faults by chance of its own."""
+        seed = len(self.readers) + 1
+        reader = type(self)(self.faults, probability=self.probability, seed=seed, delays=self.delays)
+        reader.values = self.values
+        self.readers.append(reader)
+        return reader
 
     async def read_direct(self, reads: Sequence[DirectRead], back: CopyBack) -> list[ReadResult]:
         self._call("read_direct", len(reads))

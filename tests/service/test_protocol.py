@@ -133,6 +133,11 @@ def test_a_connection_begins_with_a_hello_of_this_version(cache: Cache, first: m
         (wire.Grant(1, -1, 1), "part -1"),
         (wire.Grant(1, 0, 1 << 40), "cannot be had"),
         (wire.Hold(0, b"", None, -1), "cannot be had"),
+        (wire.FindPastHost(5, 0, 1), "no lease 5"),
+        (wire.FindPastHost(1, 2, 1), "cannot be said of part 2"),
+        (wire.FindPastHost(1, -1, 1), "cannot be said of part -1"),
+        (wire.FindPastHost(1, 0, 1 << 40), "cannot be said"),
+        (wire.FindPastHost(1, 0, -1), "cannot be said"),
         (wire.FinishStore(9), "no store 9"),
         (wire.BeginStore(0, bytes(64), (), 3, None, 0), "no page 3"),
         (wire.BeginStore(0, bytes(64), (), -1, None, 0), "no page -1"),
@@ -235,6 +240,8 @@ SAMPLES = [
     wire.AskSpaces(),
     wire.AskClients(),
     wire.Freeze(False),
+    wire.AskBeside(),
+    wire.FindPastHost(1, 0, 8),
 ]
 
 
@@ -362,3 +369,26 @@ def test_a_node_that_says_nonsense_is_no_node(tmp_path: Path, told: bytes) -> No
     with pytest.raises(LinkDown, match=r"the node at .* (cannot be used|does not answer|sends this client away): "):
         Link(str(tmp_path / "s"), "a test", 0.5)
     fake.close()
+
+
+def test_an_answer_that_came_before_the_node_ended_is_read(cache: Cache) -> None:
+    """As that to `Drain`, upon which a node ends, where the caller is slow to look at it."""
+    client: Any = cache.client
+    link = client._link
+    receive, closed = link._reader.receive, threading.Event()
+    close_sockets = link._close_sockets
+
+    def close() -> None:
+        closed.set()
+        close_sockets()
+
+    def late() -> Any:
+        link._stream.recv(1, socket.MSG_PEEK)  # it is there
+        client.server.close()
+        until(lambda: client._link is None)
+        closed.wait(0.2)  # the sockets are not closed under it
+        return receive()
+
+    link._close_sockets, link._reader.receive = close, late
+    assert link.call(wire.Ping(), wire.Number) == wire.Number(0)
+    assert closed.wait(5)

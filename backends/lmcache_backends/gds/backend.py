@@ -26,9 +26,9 @@ _log = logging.getLogger(__name__)
 class GdsBackend(FilesBackend):
     """Chunks as files of a directory. Not `Abortable`: neither KvikIO nor a file system takes back what is begun."""
 
-    def __init__(self, options: GdsOptions) -> None:
+    def __init__(self, options: GdsOptions, *, sweeps: bool = True) -> None:
         self._direct_tally = Tally()
-        super().__init__(options, self._mover, self._direct_tally)
+        super().__init__(options, self._mover, self._direct_tally, sweeps=sweeps)
         self._gds = options
         self._kvikio: Any = None
         self._files: CuFiles | None = None
@@ -84,6 +84,10 @@ class GdsBackend(FilesBackend):
             raise BackendError(f"gds: {self._gds.directory()}: {self._way.why}; until then read through host memory")
         trust, first = self._gds.trust, self._payload_first
         return DirectFiles(chunks, self._files, self._direct_tally, self._scratch, trust=trust, payload_first=first)
+
+    def reader(self) -> GdsBackend:
+        """Makes this a `ReadsBeside`."""
+        return GdsBackend(self._gds, sweeps=False)
 
     @property
     def has_device(self) -> bool:

@@ -19,6 +19,7 @@ class GdsOptions(NfsOptions, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     name: ClassVar[str] = "gds"
+    one_per_process: ClassVar[tuple[str, ...]] = ("compat",)
 
     path: str
     """Directory for the cache on a local drive or a shared file system, the same one for all hosts that share it. Made

@@ -34,11 +34,14 @@ class FilesBackend:
 
     costly_probes = True
 
-    def __init__(self, options: Settings, mover: Callable[[], Mover], tally: Tally | None = None) -> None:
-        """`mover` is called on a thread at each opening, and may raise what `open` may."""
+    def __init__(
+        self, options: Settings, mover: Callable[[], Mover], tally: Tally | None = None, *, sweeps: bool = True
+    ) -> None:
+        """`mover` is called on a thread at each opening, and may raise what `open` may. Without `sweeps` cleaning up is
+        left to others."""
         self._options = options
         self._tally = tally or Tally()
-        self._sessions = Openings(options.name, lambda: Session(options, self._tally, mover))
+        self._sessions = Openings(options.name, lambda: Session(options, self._tally, mover, sweeps=sweeps))
         self._used: OrderedDict[ChunkKey, float] = OrderedDict()
         """When this host last wrote or touched a chunk."""
 

@@ -46,9 +46,10 @@ TIDY = 86400.0
 class Session:
     """All methods run on the event loop, but for those that say so."""
 
-    def __init__(self, options: Settings, tally: Tally, mover: Callable[[], Mover]) -> None:
+    def __init__(self, options: Settings, tally: Tally, mover: Callable[[], Mover], *, sweeps: bool) -> None:
         """`mover` makes what moves bytes; it is called on a thread and may raise what `open` may."""
         self._options = options
+        self._sweeping_too = sweeps
         self._name = options.name
         self._mover = mover
         self._tally = tally
@@ -86,6 +87,10 @@ class Session:
         except BaseException:  # a cancelled opening too must let go of what it has
             await self.close()
             raise
+        if self._sweeping_too:
+            self._begin_sweeps()
+
+    def _begin_sweeps(self) -> None:
         rules = Rules(self._options.capacity, self._options.ttl, self._options.sweep_interval)
         if rules.capacity is None and rules.ttl is None:
             rules = Rules(None, None, TIDY)

@@ -144,7 +144,9 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         if role == KVConnectorRole.SCHEDULER:
             blocks = identity.block_tokens(specs)
             weights = identity.weights_of(vllm_config, options.weights_id)
-            self._door = door = open_door(options.config, engine, blocks, processes=not same_process)
+            self._door = door = open_door(
+                options.config, engine, blocks, processes=not same_process, past_host=options.past_host
+            )
             page_tokens = page_tokens_for([blocks], door.client.page_tokens)
             self._salt = door.config.salt
             self._backends = {tier.name: tier.backend for tier in door.config.tiers}
@@ -172,7 +174,9 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             rank = parallel.rank % parallel.tensor_parallel_size
             if identity.interleaves(vllm_config):
                 options = msgspec.structs.replace(options, layerwise=False)
-            self._door = WorkerDoor(options.config, engine, rank // replicas, same_process=same_process)
+            self._door = WorkerDoor(
+                options.config, engine, rank // replicas, same_process=same_process, past_host=options.past_host
+            )
             self._worker = WorkerSide(options, self._door.client, writes=rank % replicas == 0, warn=self._warn)
 
     @_guarded(None)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from lmcache_core.assembly import build_node, settings
-from lmcache_core.client import Client
+from lmcache_core.client import AHEAD, Client
 from lmcache_core.config import Config
 from lmcache_core.config.environment import FILE_VARIABLE
 from lmcache_core.direct import DirectClient
@@ -60,7 +60,7 @@ def _name(engine: str, source: Any) -> str:
     return f"{engine} {source!r}"
 
 
-def open_door(source: Any, engine: str, blocks: int, *, processes: bool) -> Door:
+def open_door(source: Any, engine: str, blocks: int, *, processes: bool, past_host: bool = False) -> Door:
     """The scheduler's way to its node: one of its own, unless the settings name another.
 
     Args:
@@ -68,6 +68,7 @@ def open_door(source: Any, engine: str, blocks: int, *, processes: bool) -> Door
         engine: Id of the engine.
         blocks: Tokens that a page must be a multiple of.
         processes: Whether workers are in other processes, and need a socket.
+        past_host: Workers read to their devices, if they can: then nothing is to come to the pool before they ask.
 
     Raises:
         ConfigError: The configuration can't be used.
@@ -76,7 +77,8 @@ def open_door(source: Any, engine: str, blocks: int, *, processes: bool) -> Door
     """
     config = settings(source)
     if config.connect:
-        client = RemoteClient(socket_path(config.connect), config, f"vllm {engine[:8]}")
+        ahead = 0 if past_host else AHEAD
+        client = RemoteClient(socket_path(config.connect), config, f"vllm {engine[:8]}", ahead=ahead)
         try:
             if client.wait_until_up(0):
                 check_pages(client.page_tokens, client.chunk_tokens, blocks, config.connect)
@@ -135,14 +137,16 @@ class WorkerDoor:
         engine: Id of the engine.
         shard: What this rank holds of a chunk.
         same_process: Whether the scheduler is in this process.
+        past_host: Read to devices of this process, where that can be done.
     """
 
-    def __init__(self, source: Any, engine: str, shard: int, *, same_process: bool) -> None:
+    def __init__(self, source: Any, engine: str, shard: int, *, same_process: bool, past_host: bool = False) -> None:
         self._config = settings(source)
         self._engine = engine
         self._name = _name(engine, source)
         self._shard = shard
         self._same_process = same_process
+        self._past_host = past_host
         self._client: Client | None = None
 
     @property
@@ -159,14 +163,16 @@ class WorkerDoor:
     def _find(self) -> Client | None:
         config = self._config
         if config.connect:
-            name = f"vllm {self._engine[:8]} rank {self._shard}"
-            return RemoteClient(socket_path(config.connect), config, name, shard=self._shard)
+            return self._remote(socket_path(config.connect), f"vllm {self._engine[:8]} rank {self._shard}")
         if self._same_process:
             with _lock:
                 own = _here.get(self._name)
             return None if own is None else DirectClient(own.node, shard=self._shard)
         path = socket_path(config.socket) if config.socket else engine_socket(self._name)
-        return RemoteClient(path, config, f"vllm rank {self._shard}", shard=self._shard)
+        return self._remote(path, f"vllm rank {self._shard}")
+
+    def _remote(self, path: str, name: str) -> RemoteClient:
+        return RemoteClient(path, self._config, name, shard=self._shard, past_host=self._past_host)
 
     def close(self) -> None:
         """Let go of it."""

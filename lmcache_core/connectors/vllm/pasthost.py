@@ -244,6 +244,7 @@ class PastHostLoad:
             reading = self._readings.pop(number, None)
             if reading is not None and number in self._granted:
                 used.append(reading.taken)
+                self._client.count("past_host_bytes", reading.found.tier, reading.found.nbytes)
             elif reading is not None:  # it has come to the pool meanwhile, and is copied from there
                 reading.leave(self._memory)
         self._done += parts

@@ -210,14 +210,7 @@ class WorkerSide:
         return Loading(job, client, self._kv, self._warn, self._clock, counts=counts)
 
     def _device_for(self, client: Client | None) -> DeviceMemory | None:
-        if self._device is not None and client is not None and not isinstance(client, ReadsPastHost):
-            self._device = None
-            self._warn(
-                "past host",
-                "past_host is of no use: the node is not in this process; it is with one rank, without `connect`, and "
-                "with the scheduler and its worker in one process",
-            )
-        elif self._device is not None and isinstance(client, ReadsPastHost) and not client.reads_past_host:
+        if self._device is not None and isinstance(client, ReadsPastHost) and not client.reads_past_host:
             self._warn(
                 "past host",
                 "past_host is of no use now: no tier reads into a device's memory; it takes one of the backend gds "

@@ -400,8 +400,8 @@ class Engine:
     # Scheduling
 
     def schedule(self) -> Plan:
-        """As vLLM: those that run first, then those that wait, in the order in which they came. Who waits for a load and
-        so has blocks comes before others, who may have to wait for these blocks."""
+        """As vLLM: those that run first, then those that wait for a load and so have blocks, then the others, who may
+        have to wait for these blocks."""
         plan = Plan()
         budget = self.budget
         preempted = False

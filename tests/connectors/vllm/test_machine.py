@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
@@ -55,6 +57,7 @@ class ConnectorMachine(RuleBasedStateMachine):
     RANKS: ClassVar[Sequence[tuple[int, int]]] = ((1, 1),)
     LATE: ClassVar[bool] = False
     PAST_HOST: ClassVar[bool] = False
+    SOCKET: ClassVar[bool] = False
 
     @initialize(
         group=st.integers(0, 99),
@@ -70,6 +73,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         self, group: int, ranks: int, blocks: int, budget: int, slots: int, sync: bool, local: bool, measured: bool
     ) -> None:
         self.stack = ExitStack()
+        socket = Path(self.stack.enter_context(TemporaryDirectory())) if self.SOCKET else None
         delays = [0.0, 0.0, 0.002, 0.01, 0.08]
         self.shelf = DirectShelf(["miss", "corrupt", "raise"], probability=0.2, seed=group, delays=delays)
         self.faulty = Faulty(Corrupting(self.shelf, probability=0.2, seed=group), randomly(0.3, seed=group))
@@ -89,6 +93,7 @@ class ConnectorMachine(RuleBasedStateMachine):
                 options={"sync_load": 1e9 if sync else 0.0, "load_timeout": 5.0, "lazy_offload": self.LATE}
                 | ({"past_host": True, "layerwise": True} if self.PAST_HOST else {}),
                 tiers=[{"read_timeout": 0.05}],
+                socket=socket,
             )
         )
         self.engine = self.world.engine
@@ -217,6 +222,10 @@ class SlowToo(Slow):
 
     has_device = True
 
+    def reader(self) -> DirectShelf:
+        shelf: DirectShelf = bare(self)
+        return shelf.reader()
+
     async def read_direct(self, reads: Sequence[DirectRead], back: CopyBack) -> list[ReadResult]:
         shelf: DirectShelf = bare(self)
         return await shelf.read_direct(reads, back)
@@ -234,6 +243,12 @@ class PastHostMachine(ConnectorMachine):
     PAST_HOST = True
 
 
+class BesideMachine(PastHostMachine):
+    """The same from processes other than the node's."""
+
+    SOCKET = True
+
+
 class HybridMachine(ConnectorMachine):
     """Several cache groups."""
 
@@ -247,6 +262,8 @@ class RanksMachine(ConnectorMachine):
     RANKS = ((2, 1), (2, 2), (4, 2))
 
 
+MACHINES = [ConnectorMachine, LateMachine, PastHostMachine, BesideMachine, HybridMachine, RanksMachine]
+
 FEW = settings(
     max_examples=20,
     stateful_step_count=40,
@@ -258,7 +275,7 @@ FEW = settings(
 MANY = settings(FEW, max_examples=120, report_multiple_bugs=False)
 
 
-@pytest.mark.parametrize("machine", [ConnectorMachine, LateMachine, PastHostMachine, HybridMachine, RanksMachine])
+@pytest.mark.parametrize("machine", MACHINES)
 def test_nothing_is_wrong_in_any_order_of_events(machine: type[ConnectorMachine]) -> None:
     run_state_machine_as_test(machine, settings=FEW)
 
@@ -415,6 +432,16 @@ def what_is_no_hit_is_taken_for_one(patch: pytest.MonkeyPatch) -> None:
 def a_part_is_taken_for_the_one_in_front_of_it(patch: pytest.MonkeyPatch) -> None:
     before = DirectClient.past_host
     patch.setattr(DirectClient, "past_host", lambda self, held, number: before(self, held, max(0, number - 1)))
+
+
+@bug(BesideMachine)
+def what_a_node_says_of_one_part_is_taken_for_another(patch: pytest.MonkeyPatch) -> None:
+    before = DirectClient.find_past_host
+
+    def find(self: DirectClient, held: Any, number: int, readable: Any) -> Any:
+        return before(self, held, max(0, number - 1), readable)
+
+    patch.setattr(DirectClient, "find_past_host", find)
 
 
 @bug(test_pasthost.test_a_read_that_is_given_up_writes_where_nobody_is)

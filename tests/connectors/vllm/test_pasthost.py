@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,14 +34,22 @@ def in_pool(world: World) -> int:
 
 
 def calls(shelf: Shelf, verb: str) -> int:
-    return sum(count for name, count in shelf.calls if name == verb)
+    """Of the node, and of workers beside it."""
+    readers = getattr(shelf, "readers", [])
+    return sum(count for each in (shelf, *readers) for name, count in each.calls if name == verb)
+
+
+@pytest.fixture(params=[False, True], ids=["in the node's process", "beside"])
+def beside(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    """Where the node's socket is, if workers are in other processes."""
+    return tmp_path if request.param else None
 
 
 @pytest.mark.parametrize("groups", ["f", "k", "p", "fw"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_hit_comes_past_the_pool(groups: str, ranks: int) -> None:
+def test_a_hit_comes_past_the_pool(groups: str, ranks: int, beside: Path | None) -> None:
     shelf = DirectShelf()
-    with open_world(shelf, groups=groups, ranks=ranks, options=PAST, blocks=200) as world:
+    with open_world(shelf, groups=groups, ranks=ranks, options=PAST, blocks=200, socket=beside) as world:
         world.generate("a", prompt("abcde12"))
         world.forget("cpu")
         assert in_pool(world) == 0
@@ -48,12 +57,16 @@ def test_a_hit_comes_past_the_pool(groups: str, ranks: int) -> None:
         assert calls(shelf, "read") == 0
         assert calls(shelf, "read_direct") >= 3 * ranks
         assert in_pool(world) <= 1, "but for what the second one has stored"
-        assert DirectClient(world.node).stats().counts["retrieved_tokens"]["t0"] == 80
+        counts = DirectClient(world.node).stats().counts
+        assert counts["retrieved_tokens"]["t0"] == 80
+        nbytes = {"f": 5 * 1024, "k": 5 * 1536, "p": 5 * 1024, "fw": 5 * 1024 + 3 * 1024}[groups]
+        assert counts["past_host_bytes"]["t0"] == ranks * nbytes
+        assert len(shelf.readers) == (ranks if beside else 0)
         world.at_rest()
 
 
-def test_what_the_engine_has_itself_is_left_alone() -> None:
-    with open_world(DirectShelf(), options=PAST, blocks=200) as world:
+def test_what_the_engine_has_itself_is_left_alone(beside: Path | None) -> None:
+    with open_world(DirectShelf(), options=PAST, blocks=200, socket=beside) as world:
         world.generate("a", prompt("abcd"))
         world.engine.forget()
         world.generate("head", prompt("ab1"))
@@ -63,9 +76,9 @@ def test_what_the_engine_has_itself_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("fault", ["miss", "corrupt", "raise"])
-def test_what_cannot_be_had_like_this_is_read_through_the_host(fault: str) -> None:
+def test_what_cannot_be_had_like_this_is_read_through_the_host(fault: str, beside: Path | None) -> None:
     shelf = DirectShelf([fault], probability=0.5, seed=1)
-    with open_world(shelf, options=PAST, blocks=200) as world:
+    with open_world(shelf, options=PAST, blocks=200, socket=beside) as world:
         world.generate("a", prompt("abcdefgh12"))
         world.forget("cpu")
         assert world.generate("b", prompt("abcdefgh12")) == 128
@@ -222,10 +235,10 @@ def let(world: World, event: asyncio.Event) -> None:
 
 
 @pytest.mark.parametrize("rooms", [1, 2, 100])
-def test_what_is_in_the_pool_is_not_read_again_and_the_rest_is_read_ahead(rooms: int) -> None:
+def test_what_is_in_the_pool_is_not_read_again_and_the_rest_is_read_ahead(rooms: int, beside: Path | None) -> None:
     """With less memory of the device than parts that are read ahead, the rest comes through the host beside it."""
     shelf = DirectShelf()
-    with open_world(shelf, options=PAST, blocks=300) as world:
+    with open_world(shelf, options=PAST, blocks=300, socket=beside) as world:
         world.generate("a", prompt("abcdefghijklmnop12"))
         world.forget("cpu")
         model = world.scheduler._model
@@ -233,8 +246,10 @@ def test_what_is_in_the_pool_is_not_read_again_and_the_rest_is_read_ahead(rooms:
         assert model is not None
         assert device is not None
         device._most = rooms * 2048
-        assert DirectClient(world.node).prefetch(model, world.keys(prompt("ab")), None, "cpu").result(10) == 2
+        assert world.client.prefetch(model, world.keys(prompt("ab")), None, "cpu").result(10) == 2
         shelf.calls.clear()
+        for reader in shelf.readers:
+            reader.calls.clear()
         assert world.generate("b", prompt("abcdefghijklmnop12")) == 256
         direct, through = calls(shelf, "read_direct"), calls(shelf, "read")
         assert direct + through == 7, "but for what is in the pool, each once"
@@ -339,7 +354,7 @@ def test_a_worker_ends_while_a_read_is_under_way() -> None:
     ("options", "socket", "why"),
     [
         ({"past_host": True}, False, "is not copied on streams of a device"),
-        ({"past_host": True, "layerwise": True}, True, "the node is not in this process"),
+        ({"past_host": True}, True, "is not copied on streams of a device"),
     ],
 )
 def test_where_it_is_of_no_use_that_is_said(options: dict[str, Any], socket: bool, why: str, tmp_path: Any) -> None:
@@ -354,8 +369,9 @@ def test_where_it_is_of_no_use_that_is_said(options: dict[str, Any], socket: boo
 
 
 @pytest.mark.parametrize("shelf", [Shelf(), Absent()], ids=["no such tier", "no device"])
-def test_without_a_tier_for_it_all_is_read_through_the_host_and_that_is_said(shelf: Shelf) -> None:
-    with open_world(shelf, options=PAST, blocks=200) as world:
+def test_without_a_tier_for_it_all_is_read_through_the_host_and_that_is_said(shelf: Shelf, beside: Path | None) -> None:
+    shelf = type(shelf)()
+    with open_world(shelf, options=PAST, blocks=200, socket=beside) as world:
         for number in range(4):
             world.generate(f"a{number}", prompt("ab12"))
             world.forget("cpu")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.client import AHEAD
 from lmcache_core.config import Config, CpuConfig
 from lmcache_core.connectors.vllm.nodes import WorkerDoor, check_pages, engine_socket, open_door
 from lmcache_core.connectors.vllm.options import Options, RequestOptions, read_options, read_request_options
@@ -107,6 +108,7 @@ def test_workers_in_other_processes_find_it_by_a_socket(tmp_path: Path, monkeypa
         assert isinstance(client, RemoteClient)
         assert client.wait_until_up(10)
         assert (client.page_tokens, client.chunk_tokens) == (door.client.page_tokens, door.client.chunk_tokens)
+        assert client._readers is None
     finally:
         worker.close()
         door.close()
@@ -160,6 +162,23 @@ def test_a_node_that_others_use_too_is_used_as_it_is(served: str) -> None:
         client = worker.client()
         assert isinstance(client, RemoteClient)
         until(lambda: client.page_tokens == door.client.page_tokens == 64)
+    finally:
+        worker.close()
+        door.close()
+
+
+def test_who_reads_past_the_host_has_nothing_come_to_the_pool_before(served: str) -> None:
+    door = open_door({"connect": served}, "engine f", 16, processes=True, past_host=True)
+    worker = WorkerDoor({"connect": served}, "engine f", 0, same_process=False, past_host=True)
+    try:
+        client = worker.client()
+        assert isinstance(door.client, RemoteClient)
+        assert isinstance(client, RemoteClient)
+        assert (door.client._readers, door.client._ahead) == (None, 0)
+        readers = client._readers
+        assert readers is not None
+        until(lambda: not readers._opening)
+        assert client._ahead == AHEAD, "no tier of this node can be read like that"
     finally:
         worker.close()
         door.close()

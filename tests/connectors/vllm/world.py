@@ -9,10 +9,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
-from lmcache_core.client import Client, Held
+from lmcache_core.client import AHEAD, Client, Held
 from lmcache_core.config import BreakerConfig, Config, CpuConfig, TierConfig
 from lmcache_core.connectors.vllm.options import Options
 from lmcache_core.connectors.vllm.plan import Facts
@@ -25,6 +26,7 @@ from lmcache_core.keys import PageHasher
 from lmcache_core.namespace import Group, GroupKind, Namespace
 from lmcache_core.node import Node
 from lmcache_core.protocols import StorageBackend
+from lmcache_core.service import beside
 from lmcache_core.service.remote import RemoteClient
 from lmcache_core.service.server import NodeServer
 from tests.connectors.vllm.engine import CONTENT, Engine, Layers, Wrong, page_of
@@ -275,15 +277,20 @@ def open_world(
     clock, worker_clock, warnings = Clock(), Clock(1e-3), list[str]()
     with ExitStack() as stack:
         node = stack.enter_context(Node(config, backends))
+        stack.enter_context(
+            patch.object(beside, "make_reader", lambda tier: bare(backends[int(tier.name[1:])]).reader())
+        )
         if socket is not None:
             path = str(socket / f"v{next(_names)}")
             node.servers.append(NodeServer(node, path))
 
-        def connect(shard: int) -> Client:
+        def connect(shard: int, *, past_host: bool = False) -> Client:
             if socket is None:
                 return DirectClient(node, shard=shard)
-            client = RemoteClient(path, config, shard=shard)
+            ahead = 0 if chosen.past_host else AHEAD
+            client = RemoteClient(path, config, shard=shard, past_host=past_host, ahead=ahead)
             stack.callback(client.close)
+            until(lambda: client._readers is None or not client._readers._opening)
             return client
 
         spaces: dict[bytes, tuple[int, int]] = {}
@@ -300,7 +307,7 @@ def open_world(
             warn=lambda kind, text: warnings.append(f"{kind}: {text}"),
             clock=clock,
         )
-        clients = [connect(rank // replicas) for rank in range(ranks)]
+        clients = [connect(rank // replicas, past_host=chosen.past_host) for rank in range(ranks)]
         workers = [
             WorkerSide(
                 chosen,
