@@ -355,15 +355,18 @@ class WorkerSide:
             if not begun:
                 self._stored.extend(job.number for job in step.saves if job.number not in self._stored)
             return
-        for job in step.saves:
-            self._report.saved[job.number] += 1
-            if self._spoilt:
-                self._report.unsaved.add(job.number)
-            elif self._writes:
-                try:
-                    self._save(job)
-                except LMCacheError as error:
-                    self._warn("save", f"KV of a request could not be stored: {error}")
+        left = {job.number for job in step.saves}
+        self._report.saved.update(job.number for job in step.saves)
+        try:
+            for job in step.saves if not self._spoilt else ():
+                if self._writes:
+                    try:
+                        self._save(job)
+                    except LMCacheError as error:
+                        self._warn("save", f"KV of a request could not be stored: {error}")
+                left.discard(job.number)
+        finally:
+            self._report.unsaved |= left  # a defect of ours too ends the stores of the step, and with them its leases
 
     def _save(self, job: Save) -> None:
         client, kv = self._find_client(), self._kv

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step
+from lmcache_core.connectors.vllm.worker import WorkerSide
 from lmcache_core.direct import DirectClient
 from lmcache_core.wrappers import Slow
 from tests.connectors.vllm import world as world_module
@@ -111,6 +113,38 @@ def test_what_others_compute_in_a_spoilt_step_is_stored_in_a_later_one() -> None
         engine.run()
         world.forget()
         assert world.generate("d", prompt("xy12")) == 32
+        world.at_rest()
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_a_defect_while_a_step_is_stored_leaves_nothing_open(fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three requests are stored by one step, and one of the stores meets a defect of ours: those in front of it are
+    there, and the others have ended."""
+    with open_world(budget=256, blocks=200, options={"layerwise": None}) as world:
+        worker = world.workers[0]
+        save, before, tried = worker.save, WorkerSide._save, []
+
+        def defect(self: WorkerSide, job: Save) -> None:
+            tried.append(job)
+            if len(tried) == fails + 1:
+                raise RuntimeError("a defect")
+            before(self, job)
+
+        def guarded(step: Step) -> None:
+            with suppress(RuntimeError):
+                save(step)
+
+        monkeypatch.setattr(WorkerSide, "_save", defect)
+        monkeypatch.setattr(worker, "save", guarded)
+        for name, text in (("a", "ab12"), ("b", "cd12"), ("c", "ef12")):
+            world.engine.add(name, prompt(text))
+        world.engine.run()
+        assert len(tried) == fails + 1
+        assert not world.scheduler._savings
+        monkeypatch.undo()
+        world.forget()
+        found = [world.generate(text, prompt(text)) for text in ("ab12", "cd12", "ef12")]
+        assert found == [32] * fails + [0] * (3 - fails)
         world.at_rest()
 
 
