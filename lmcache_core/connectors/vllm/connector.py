@@ -452,6 +452,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         worker.register(
             groups, device, backend=self._backend(), isa=self._isa(tensors[0][0]) if device == "cpu" else ""
         )
+        log.info("KV is copied %s", worker.copies)
 
     @property
     def _is_canonical(self) -> bool:

@@ -109,6 +109,14 @@ class WorkerSide:
         self._layerwise = self._kv.streams is not None and layerwise is not False
         self._told = False
 
+    @property
+    def copies(self) -> str:
+        """How KV is copied, for people."""
+        if self._kv is None or self._kv.streams is None:
+            return "by the engine's thread, all layers together"
+        past = ", and loaded past host memory where a tier can do that" if self._device is not None else ""
+        return f"beside the engine, {'layer by layer' if self._layerwise else 'all layers together'}{past}"
+
     def _device_memory(self, kv: EngineKV) -> DeviceMemory | None:
         """Where chunks are read past the host."""
         if isinstance(kv.streams, DeviceRooms):

@@ -17,9 +17,27 @@ from lmcache_core.node import Node
 from lmcache_core.service.address import Listener
 from lmcache_core.service.remote import RemoteClient
 from lmcache_core.service.server import NodeServer
+from tests.connectors.vllm.world import open_world
 from tests.node.kv import until
 
 SMALL: dict[str, Any] = {"cpu": {"capacity": "1MiB"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "copies"),
+    [
+        ({"layerwise": None}, "by the engine's thread, all layers together"),
+        ({"layerwise": True}, "beside the engine, layer by layer"),
+        (
+            {"layerwise": True, "past_host": True},
+            "beside the engine, layer by layer, and loaded past host memory where a tier can do that",
+        ),
+        ({"layerwise": False}, "beside the engine, all layers together"),
+    ],
+)
+def test_how_kv_is_copied_is_told(options: dict[str, Any], copies: str) -> None:
+    with open_world(options=options) as world:
+        assert world.workers[0].copies == copies
 
 
 def test_options_have_units_and_defaults() -> None:
