@@ -45,8 +45,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     transfer: dict[str, Any] | None = None
     """Options of what copies, for KV on a GPU: `device`, `max_blocks`, `staging`, `direct`."""
     past_host: bool = False
-    """Read what lies on tiers of GPUDirect Storage straight into the GPU's memory, where the node is in the engine's
-    own process. It is not kept in host memory then."""
+    """Read what lies on tiers of GPUDirect Storage straight into the GPU's memory. It is not kept in host memory
+    then."""
     lookup_timeout: Duration = 2.0
     """Time that a request waits at most for tiers that cannot tell at once what they hold."""
 
