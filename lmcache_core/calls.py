@@ -82,6 +82,11 @@ class BackendCalls:
             raise TimeoutError
         return task.result()
 
+    async def rest(self, limit: float) -> None:
+        """Wait at most `limit` seconds for what is hanging."""
+        if self._hanging:
+            await asyncio.wait(list(self._hanging), timeout=limit)
+
     def abort(self) -> None:
         """Let the time of all that can be aborted be over: who waits for it, waits in vain."""
         now = asyncio.get_running_loop().time()

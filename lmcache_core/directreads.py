@@ -54,7 +54,7 @@ class DirectReads:
         """Whether there is a device for the backend to read to, and the tier is in use."""
         try:
             return self._health.up and bool(self._backend.has_device)
-        except Exception:  # noqa: BLE001  a plugin may raise anything
+        except (Exception, SystemExit):  # noqa: BLE001  a plugin may raise anything
             return False
 
     @property
@@ -100,21 +100,22 @@ class DirectReads:
                 raise
 
         try:
-            results = await self._health.calls.call(self._asked(read, watched), self._config.read_timeout)
-            if not isinstance(results, (list, tuple)) or [type(each) for each in results] != [ReadResult]:
-                raise BackendError(f"{results!r:.80} for one read")
+            result = await self._health.calls.call(self._asked(read, watched), self._config.read_timeout)
         except (BackendError, ConfigError, TimeoutError) as error:
             if not lost and asyncio.current_task() not in self._overdue:
                 self._health.failed(error, "failed to read")
             raise
-        if results[0] is ReadResult.HIT:
+        if result is ReadResult.HIT:
             self._events.measured(self._number, nbytes, loop.time() - started)
         if asyncio.current_task() not in self._overdue:
             self._health.succeeded()
-        return list(results)
+        return [result]
 
-    async def _asked(self, read: DirectRead, back: CopyBack) -> list[ReadResult]:
-        return await self._backend.read_direct([read], back)
+    async def _asked(self, read: DirectRead, back: CopyBack) -> ReadResult:
+        results = await self._backend.read_direct([read], back)
+        if not isinstance(results, (list, tuple)) or [type(each) for each in results] != [ReadResult]:
+            raise BackendError(f"{results!r:.80} for one read")
+        return results[0]
 
     def _ended(self, nbytes: int, ended: Ended, task: asyncio.Task[list[ReadResult]]) -> None:
         del self._tasks[task]

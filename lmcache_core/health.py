@@ -34,6 +34,7 @@ class TierHealth:
         log: For faults.
         busy: Whether anything is under way that must end before the backend can be closed.
         stopped: Called when the tier cannot be used any more, and before it is listed again.
+        otherwise: What happens without it, for people.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class TierHealth:
         log: RateLog,
         busy: Callable[[], bool],
         stopped: Callable[[], None],
+        otherwise: str = "its chunks are misses",
     ) -> None:
         self.up = False
         self.listing = False
@@ -61,6 +63,7 @@ class TierHealth:
         self._log = log
         self._busy = busy
         self._stopped = stopped
+        self._otherwise = otherwise
         self._breaker = Breaker(config.breaker.failures, config.breaker.cooldown, config.breaker.max_cooldown)
         self._recovering: asyncio.Task[None] | None = None
         self._attempt = 0
@@ -181,7 +184,7 @@ class TierHealth:
 
     def _down(self) -> None:
         self._log.warning(
-            "down", "tier %s is left alone until it can be opened again; its chunks are misses", self._config.name
+            "down", "tier %s is left alone until it can be opened again; %s", self._config.name, self._otherwise
         )
         self._events.lost(self._number)
         self.stop()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, cast
@@ -19,8 +21,9 @@ from lmcache_core.client import DirectReading, PastHost
 from lmcache_core.config import TierConfig, convert
 from lmcache_core.directreads import DirectReads
 from lmcache_core.errors import BackendError, ClosedError, LMCacheError, PluginError
-from lmcache_core.health import CLOSE_TIMEOUT, TierHealth
+from lmcache_core.health import CLOSE_TIMEOUT, OPEN_TIMEOUT, TierHealth
 from lmcache_core.index.decisions import Load, Write
+from lmcache_core.iothreads import IoThreads
 from lmcache_core.loop import LoopThread
 from lmcache_core.openings import Opening
 from lmcache_core.plugins import load_backend
@@ -38,6 +41,10 @@ from lmcache_core.ratelog import LogWriter, RateLog
 __all__ = ["TierReaders"]
 
 log = logging.getLogger(__name__)
+
+MOST_MISSES = 8
+PAUSE = 60.0
+"""Seconds for which a tier is left to its node where so many chunks in a row were missing."""
 
 
 class _Untold:
@@ -94,6 +101,16 @@ def make_reader(config: TierConfig) -> _DirectReader:
     return cast(_DirectReader, reader)
 
 
+def _made(config: TierConfig) -> _DirectReader:
+    """As `make_reader`. Raises `LMCacheError` alone."""
+    try:
+        return make_reader(config)
+    except LMCacheError:
+        raise
+    except BaseException as error:  # it must not end the event loop
+        raise PluginError(f"backend {config.backend!r} raised {type(error).__name__}: {error}") from error
+
+
 class _Alone:
     """A backend of which nothing else is asked, whatever it can."""
 
@@ -103,36 +120,83 @@ class _Alone:
 
 
 class _Reader:
-    """One tier. Runs on the event loop."""
+    """One tier. Runs on the event loop, but for `direct.possible`."""
 
     def __init__(self, number: int, config: TierConfig, log: RateLog) -> None:
         self._number = number
         self._config = config
         self._log = log
         self._health: TierHealth | None = None
-        self.direct: DirectReads | None = None
+        self._direct: DirectReads | None = None
+        self._misses = 0
+        """Chunks in a row that the node has told of and that were not there."""
+        self._again = 0.0
+        """When it may be asked again after too many of these."""
+        self._opened = asyncio.get_running_loop().create_task(self._open())
 
-    async def open(self) -> None:
+    async def _open(self) -> None:
         """Never raises: it is of no use then."""
         config = self._config
+        # Modules may have to be imported. Nothing joins these threads: what hangs there holds up no exit.
+        threads = IoThreads(f"lmcache-open-{config.name}", 1)
         try:
-            backend = await asyncio.to_thread(make_reader, config)  # modules may have to be imported
-            events = _Untold()
-            self._health = TierHealth(
-                self._number, config, _Alone(backend), events, self._log, self._is_busy, lambda: None
+            async with asyncio.timeout(OPEN_TIMEOUT):
+                backend = await threads.run(_made, config)
+            events, told = _Untold(), msgspec.structs.replace(config, name=f"{config.name}, read beside its node,")
+            through = "its node reads it to host memory"
+            busy = self._is_busy
+            self._health = health = TierHealth(
+                self._number, told, _Alone(backend), events, self._log, busy, _nothing, through
             )
-            self.direct = DirectReads(self._number, config, backend, self._health, events, lambda: None)
-            await self._health.open()
+            self._direct = DirectReads(self._number, told, backend, health, events, _nothing)
+            await health.open()
         except Exception as error:  # noqa: BLE001  a plugin may raise anything
-            self._log.warning("beside", "tier %s is not read past host memory in this process: %s", config.name, error)
+            why = f"it could not be made in {OPEN_TIMEOUT:g} s" if isinstance(error, TimeoutError) else error
+            self._log.warning(
+                f"beside {config.name}", "tier %s is not read past host memory in this process: %s", config.name, why
+            )
+        finally:
+            threads.close()
 
     def _is_busy(self) -> bool:
-        return self.direct is not None and self.direct.busy
+        return self._direct is not None and self._direct.busy
+
+    @property
+    def opening(self) -> bool:
+        """Whether it is not known yet if it can be used."""
+        return not self._opened.done()
+
+    @property
+    def direct(self) -> DirectReads | None:
+        """What reads it, if it can be read now."""
+        direct = self._direct
+        usable = direct is not None and direct.possible and time.monotonic() >= self._again
+        return direct if usable else None
+
+    def ended(self, results: Future[list[ReadResult]]) -> None:
+        """A read has ended."""
+        if results.exception() is not None:
+            return
+        self._misses = self._misses + 1 if results.result() == [ReadResult.MISS] else 0
+        if self._misses >= MOST_MISSES:
+            self._misses = 0
+            self._again = time.monotonic() + PAUSE
+            self._log.warning(
+                f"beside {self._config.name}",
+                "tier %s: %d chunks in a row that its node has there are not there for this process; see that both "
+                "have the same directory or server; for %g s the node reads them",
+                self._config.name,
+                MOST_MISSES,
+                PAUSE,
+            )
 
     async def close(self) -> None:
-        if self.direct is not None:
-            self.direct.cancel()
+        if self._direct is not None:
+            self._direct.cancel()
+        self._opened.cancel()
+        await asyncio.wait([self._opened])
         if self._health is not None:
+            await self._health.calls.rest(CLOSE_TIMEOUT)  # an opening that does not heed it
             await self._health.close(CLOSE_TIMEOUT)
 
 
@@ -147,68 +211,91 @@ class TierReaders:
         self._writer = LogWriter()
         self._log = RateLog(log, log_interval, writer=self._writer)
         self._loop = LoopThread("lmcache-readers")
+        self._lock = threading.Lock()
+        self._closed = False
         self._told: bytes | None = None
-        self._opening = False
+        self._uses = 0
+        """Changes that are still to be made."""
         self._readers: dict[int, _Reader] = {}
         self._changing = asyncio.Lock()
 
     def use(self, tiers: bytes) -> None:
         """Have the tiers that a node has told, and no others. They are opened beside the caller."""
-        if tiers != self._told:
+        with self._lock:
+            if self._closed or tiers == self._told:
+                return
             self._told = tiers
-            self._opening = True
-            with contextlib.suppress(ClosedError):
-                self._loop.start(self._use(tiers))
+            self._uses += 1
+        with contextlib.suppress(ClosedError):
+            self._loop.start(self._use(tiers))
 
     async def _use(self, tiers: bytes) -> None:
         async with self._changing:
-            try:
-                await self._open(tiers)
-            finally:
-                self._opening = tiers != self._told
+            await self._close_all()
+            if not self._closed:
+                self._readers = self._opened(tiers)
+        with self._lock:
+            self._uses -= 1
 
-    async def _open(self, tiers: bytes) -> None:
-        before, self._readers = self._readers, {}
-        await self._close(before)
+    def _opened(self, tiers: bytes) -> dict[int, _Reader]:
         try:
             told = msgspec.msgpack.decode(tiers, type=list[tuple[int, TierConfig]])
         except (msgspec.MsgspecError, LMCacheError) as error:
             self._log.warning("beside", "what the node says of its tiers cannot be understood: %s", error)
-            return
-        readers = {number: _Reader(number, config, self._log) for number, config in told}
-        self._readers = readers
-        await asyncio.gather(*(reader.open() for reader in readers.values()))
+            return {}
+        return {number: _Reader(number, config, self._log) for number, config in told}
 
-    async def _close(self, readers: Mapping[int, _Reader]) -> None:
+    async def _close_all(self) -> None:
+        readers, self._readers = self._readers, {}
         await asyncio.gather(*(reader.close() for reader in readers.values()), return_exceptions=True)
+
+    @property
+    def opening(self) -> bool:
+        """Whether it is not known of all tiers yet if they can be read."""
+        alive = self._loop.thread.is_alive()
+        return alive and (self._uses > 0 or any(reader.opening for reader in list(self._readers.values())))
 
     @property
     def possible(self) -> bool:
         """Whether any of them can be read, or may be soon."""
-        return self._opening or any(self.can_read(number) for number in list(self._readers))
+        return self.opening or any(self.can_read(number) for number in list(self._readers))
 
     def can_read(self, number: int) -> bool:
         """Whether a tier can be read now."""
         reader = self._readers.get(number)
-        return reader is not None and reader.direct is not None and reader.direct.possible
+        return reader is not None and reader.direct is not None and self._loop.thread.is_alive()
 
     def read(self, found: PastHost, address: int, back: CopyBack) -> DirectReading:
         """See `ReadsPastHost.read_past_host`."""
         ended: Future[list[ReadResult]] = Future()
         ended.set_running_or_notify_cancel()
         reader = self._readers.get(found.number)
+        direct = None if reader is None else reader.direct
         read = DirectRead(found.chunk, found.shard, 0, found.pages, address)
-        if reader is None or reader.direct is None:
+        if reader is None or direct is None:
             ended.set_exception(BackendError(f"tier {found.tier} is not read past host memory any more"))
             answered: Future[bool] = Future()
             answered.set_result(True)
             return DirectReading(answered, ended)
-        return DirectReading(self._loop.start(reader.direct.read(read, back, ended)), ended)
+        ended.add_done_callback(reader.ended)
+        return DirectReading(self._loop.start(direct.read(read, back, ended)), ended)
 
     def close(self) -> None:
-        """Let go of the tiers. What is being read goes on until it has ended. Idempotent."""
-        readers, self._readers = self._readers, {}
-        with contextlib.suppress(ClosedError, TimeoutError):
-            self._loop.run(self._close(readers), 2 * CLOSE_TIMEOUT)
+        """Let go of the tiers. What is being read goes on until it has ended. Idempotent: others than the first caller
+        wait for nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        with contextlib.suppress(LMCacheError, TimeoutError):
+            self._loop.run(self._end(), 4 * CLOSE_TIMEOUT)
         self._loop.stop()
         self._writer.close()
+
+    async def _end(self) -> None:
+        async with self._changing:  # a change that is under way ends first
+            await self._close_all()
+
+
+def _nothing() -> None:
+    pass

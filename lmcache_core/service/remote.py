@@ -341,7 +341,10 @@ class RemoteClient:
             except LinkDown:
                 return None
             lease.found[number] = None
-            lease.found.update(enumerate(map(_past_host, answer.found), number))
+            try:
+                lease.found.update(enumerate(map(_past_host, answer.found), number))
+            except (UsageError, IndexError):
+                lease.link.fail(f"it says nonsense of where chunks are: {answer.found!r:.80}")
         found = lease.found[number]
         assert self._readers is not None
         return found if found is not None and self._readers.can_read(found.number) else None

@@ -500,11 +500,18 @@ class Session:
         return wire.Number(0) if storing is None else self._opened(number, storing)
 
     def _beside(self, request: wire.AskBeside) -> wire.Answer:
-        tiers = [
-            (number, msgspec.structs.replace(config, options=msgspec.to_builtins(config.options, enc_hook=str)))
-            for number, config in self._node.beside
-        ]
-        return wire.Report(msgspec.msgpack.encode(tiers))
+        told: list[tuple[int, msgspec.Raw]] = []
+        for number, config in self._node.beside:
+            try:
+                options = msgspec.to_builtins(config.options, enc_hook=str)
+                told.append(
+                    (number, msgspec.Raw(msgspec.msgpack.encode(msgspec.structs.replace(config, options=options))))
+                )
+            except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+                log.warning(
+                    "tier %s is not read by other processes: its options cannot be told: %s", config.name, error
+                )
+        return wire.Report(msgspec.msgpack.encode(told))
 
     def _find_past_host(self, request: wire.FindPastHost) -> wire.Answer:
         held = self._held(request.hold)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from lmcache_core.config import BreakerConfig, Config, TierConfig
 from lmcache_core.errors import BackendError, ClosedError
 from lmcache_core.node import Node
 from lmcache_core.protocols import ChunkKey, CopyBack, DirectChunk, DirectRead, ReadResult
-from lmcache_core.service import beside
+from lmcache_core.service import beside, wire
 from lmcache_core.service.remote import RemoteClient
 from lmcache_core.service.server import NodeServer
 from tests.node import kv
@@ -62,7 +63,7 @@ def opened(client: RemoteClient) -> beside.TierReaders:
     """Its openings, once they are there."""
     readers = client._readers
     assert readers is not None
-    until(lambda: not readers._opening)
+    until(lambda: not readers.opening)
     return readers
 
 
@@ -290,7 +291,7 @@ class Refusing(DirectShelf):
     ("made", "why"),
     [
         (None, "there is no backend 'test'"),
-        (Refusing(), "tier t0 cannot be opened: this process may not"),
+        (Refusing(), "tier t0, read beside its node, cannot be opened: this process may not"),
     ],
     ids=["no such plugin here", "it cannot be opened here"],
 )
@@ -315,6 +316,178 @@ class Alone(Shelf):
     has_device = True
     read_direct = DirectShelf.read_direct
     write_direct = DirectShelf.write_direct
+
+
+def test_of_several_tiers_each_says_why_it_cannot_be_opened_here(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), pair(tmp_path, DirectShelf(), DirectShelf()):
+        pass
+    said = "is not read past host memory in this process: there is no backend 'test'"
+    for tier in ("t0", "t1"):
+        assert [record for record in caplog.records if f"tier {tier} {said}" in record.getMessage()]
+
+
+def test_a_plugin_that_hangs_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf, hangs, tried = DirectShelf(), threading.Event(), threading.Event()
+
+    def make(tier: TierConfig) -> Any:
+        tried.set()
+        assert hangs.wait(20)
+        raise KeyboardInterrupt  # nobody hears it any more
+
+    with open_cache(shelf) as cache:
+        node: Node = cache.client.node  # type: ignore[attr-defined]
+        server = NodeServer(node, str(tmp_path / "s"))
+        node.servers.append(server)
+        monkeypatch.setattr(beside, "make_reader", make)
+        client = RemoteClient(str(tmp_path / "s"), Config(call_timeout=10.0), past_host=True)
+        assert tried.wait(5)
+        assert client.reads_past_host, "it may be soon"
+        client.close()
+        assert not client.reads_past_host
+        tried.clear()
+        monkeypatch.setattr(beside, "OPEN_TIMEOUT", 0.05)
+        client = RemoteClient(str(tmp_path / "s"), Config(call_timeout=10.0), past_host=True)
+        opened(client)
+        assert not client.reads_past_host
+        client.close()
+        hangs.set()
+        until(lambda: not server.sessions)
+    assert [record for record in caplog.records if "it could not be made in 0.05 s" in record.getMessage()]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError("a defect")], ids=repr)
+def test_what_a_plugin_raises_when_it_is_made_ends_nothing(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(tier: TierConfig) -> Any:
+        raise error
+
+    monkeypatch.setattr(beside, "make_reader", make)
+    with pair(tmp_path, DirectShelf()) as both:
+        assert opened(both.client)._loop.thread.is_alive()
+        assert not both.client.reads_past_host
+    assert [each for each in caplog.records if f"backend 'test' raised {type(error).__name__}" in each.getMessage()]
+
+
+def test_several_may_close_it_at_once(shelf: DirectShelf, tmp_path: Path) -> None:
+    for number in range(10):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        with pair(directory, shelf) as both, ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(both.client.close) for _ in range(4)]:
+                done.result(5)
+            until(lambda: shelf.readers[-1].calls[-1] == ("close", 1))  # by the first of them
+        assert [verb for verb, _ in shelf.readers[-1].calls] == ["open", "close"]
+
+
+@pytest.mark.parametrize("tiers", [b"", msgspec.msgpack.encode([])], ids=["nonsense", "none"])
+def test_what_was_open_before_a_change_is_closed_though_all_is_closed_at_once(
+    tiers: bytes, shelf: DirectShelf, tmp_path: Path
+) -> None:
+    with pair(tmp_path, shelf) as both:
+        readers = opened(both.client)
+        readers.use(tiers)
+        readers.close()
+        assert [verb for verb, _ in shelf.readers[0].calls] == ["open", "close"]
+
+
+class Slow(DirectShelf):
+    """Takes its time to open, whether or not it is cancelled."""
+
+    began = threading.Event()
+
+    async def open(self) -> None:
+        if not self.gate.is_set():
+            self.began.set()
+
+        async def work() -> None:
+            await self.gate.wait()
+            await super(Slow, self).open()
+
+        inner = asyncio.ensure_future(work())
+        while not inner.done():
+            try:
+                await asyncio.shield(inner)
+            except asyncio.CancelledError:
+                self.gate.set()
+
+
+def test_it_is_closed_when_its_opening_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Slow()
+    with open_cache(shelf) as cache:
+        node: Node = cache.client.node  # type: ignore[attr-defined]
+        server = NodeServer(node, str(tmp_path / "s"))
+        node.servers.append(server)
+
+        def make(tier: TierConfig) -> Any:
+            reader = shelf.reader()
+            reader.gate.clear()
+            return reader
+
+        monkeypatch.setattr(beside, "make_reader", make)
+        client = RemoteClient(str(tmp_path / "s"), Config(call_timeout=10.0), past_host=True)
+        assert shelf.began.wait(5)
+        client.close()
+        until(lambda: not server.sessions)
+    assert [verb for verb, _ in shelf.readers[0].calls] == ["open", "close"]
+
+
+def test_who_finds_nothing_of_what_the_node_has_leaves_it_to_the_node(
+    shelf: DirectShelf, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with another directory at the same path."""
+    with pair(tmp_path, shelf) as both:
+        found = both.find()
+        shelf.readers[0].values = {}
+        for number in range(beside.MOST_MISSES):
+            assert both.client.reads_past_host, number
+            device = Device()
+            reading = both.client.read_past_host(found, device.address, device.back)
+            assert reading.ended.result(5) == [ReadResult.MISS]
+        until(lambda: not both.client.reads_past_host)
+        held = both.hold("efgh")
+        assert both.client.past_host(held, 0) is None
+        both.client.release(held)
+        readers = opened(both.client)
+        readers._readers[0]._again = 0.0
+        shelf.readers[0].values = shelf.values
+        assert both.read(Device()).ended.result(5) == [ReadResult.HIT]
+    assert [each for each in caplog.records if "8 chunks in a row that its node has there" in each.getMessage()]
+
+
+def test_a_tier_whose_options_cannot_be_told_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Odd(msgspec.Struct):
+        number: int
+
+    shelves = DirectShelf(), DirectShelf()
+    monkeypatch.setattr(beside, "make_reader", readers_of(*shelves))
+    with pair(tmp_path, *shelves, tiers=[{"options": Odd(1 << 70)}, {"options": Odd(7)}]) as both:
+        readers = opened(both.client)
+        assert {number: each._config.options for number, each in readers._readers.items()} == {1: {"number": 7}}
+    assert [each for each in caplog.records if "tier t0 is not read by other processes" in each.getMessage()]
+
+
+def test_a_node_that_says_nonsense_of_chunks_is_left(shelf: DirectShelf, tmp_path: Path) -> None:
+    with pair(tmp_path, shelf) as both:
+        link = both.client._link
+        assert link is not None
+        for keys in (b"", bytes(33)):
+            held = both.hold()
+            link = both.client._link
+            assert link is not None
+            odd = wire.PastHost("t0", 0, bytes(32), keys, b"", 1, 1024, 0, 1)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(link, "call", lambda *_, odd=odd: wire.PastHosts((odd,)))
+                assert both.client.past_host(held, 0) is None
+            assert link.down
+            until(lambda link=link: both.client._link not in (None, link))  # type: ignore[misc]
+            del held
 
 
 def test_a_backend_that_is_for_one_process_is_not_opened_beside(tmp_path: Path) -> None:
@@ -352,7 +525,7 @@ def test_what_a_node_says_of_its_tiers_may_be_anything(caplog: pytest.LogCapture
     readers = beside.TierReaders(0.0)
     for said in (b"", b"\xc1", msgspec.msgpack.encode([[0, {"backend": 7}]]), msgspec.msgpack.encode([0])):
         readers.use(said)
-        until(lambda: not readers._opening)
+        until(lambda: not readers.opening)
         assert not readers.possible
     readers.close()
     readers.close()

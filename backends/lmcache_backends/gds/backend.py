@@ -26,9 +26,9 @@ _log = logging.getLogger(__name__)
 class GdsBackend(FilesBackend):
     """Chunks as files of a directory. Not `Abortable`: neither KvikIO nor a file system takes back what is begun."""
 
-    def __init__(self, options: GdsOptions, *, sweeps: bool = True) -> None:
+    def __init__(self, options: GdsOptions, *, reads_only: bool = False) -> None:
         self._direct_tally = Tally()
-        super().__init__(options, self._mover, self._direct_tally, sweeps=sweeps)
+        super().__init__(options, self._mover, self._direct_tally, reads_only=reads_only)
         self._gds = options
         self._kvikio: Any = None
         self._files: CuFiles | None = None
@@ -87,7 +87,7 @@ class GdsBackend(FilesBackend):
 
     def reader(self) -> GdsBackend:
         """Makes this a `ReadsBeside`."""
-        return GdsBackend(self._gds, sweeps=False)
+        return GdsBackend(self._gds, reads_only=True)
 
     @property
     def has_device(self) -> bool:

@@ -35,13 +35,13 @@ class FilesBackend:
     costly_probes = True
 
     def __init__(
-        self, options: Settings, mover: Callable[[], Mover], tally: Tally | None = None, *, sweeps: bool = True
+        self, options: Settings, mover: Callable[[], Mover], tally: Tally | None = None, *, reads_only: bool = False
     ) -> None:
-        """`mover` is called on a thread at each opening, and may raise what `open` may. Without `sweeps` cleaning up is
-        left to others."""
+        """`mover` is called on a thread at each opening, and may raise what `open` may. One that `reads_only` makes
+        and removes nothing."""
         self._options = options
         self._tally = tally or Tally()
-        self._sessions = Openings(options.name, lambda: Session(options, self._tally, mover, sweeps=sweeps))
+        self._sessions = Openings(options.name, lambda: Session(options, self._tally, mover, reads_only=reads_only))
         self._used: OrderedDict[ChunkKey, float] = OrderedDict()
         """When this host last wrote or touched a chunk."""
 

@@ -23,9 +23,9 @@ DIRECTORY_MODE, FILE_MODE = 0o770, 0o660
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-def open_root(path: str, must_be_mounted: bool, name: str = "nfs") -> int:
-    """Open the directory, and make it if it is missing. Raises `OSError`, `BackendError` if it is not on a shared file
-    system now, and `InvalidSetting` if it can never be a directory."""
+def open_root(path: str, must_be_mounted: bool, name: str = "nfs", *, make: bool = True) -> int:
+    """Open the directory; if it is missing, `make` it. Raises `OSError`, `BackendError` if it is not on a shared file
+    system now or is missing, and `InvalidSetting` if it can never be a directory."""
     missing: list[str] = []
     at = path
     while True:
@@ -46,6 +46,11 @@ def open_root(path: str, must_be_mounted: bool, name: str = "nfs") -> int:
     try:
         if must_be_mounted:
             _check_mount(path, fd, name)
+        if missing and not make:
+            raise BackendError(
+                f"{name}: {path} is not there for this process, which reads beside its node; mount it here too, at the "
+                "same path"
+            )
         for part in reversed(missing):
             with contextlib.suppress(FileExistsError):  # another host was faster
                 os.mkdir(part, DIRECTORY_MODE, dir_fd=fd)

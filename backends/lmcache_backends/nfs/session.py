@@ -46,10 +46,10 @@ TIDY = 86400.0
 class Session:
     """All methods run on the event loop, but for those that say so."""
 
-    def __init__(self, options: Settings, tally: Tally, mover: Callable[[], Mover], *, sweeps: bool) -> None:
+    def __init__(self, options: Settings, tally: Tally, mover: Callable[[], Mover], *, reads_only: bool) -> None:
         """`mover` makes what moves bytes; it is called on a thread and may raise what `open` may."""
         self._options = options
-        self._sweeping_too = sweeps
+        self._reads_only = reads_only
         self._name = options.name
         self._mover = mover
         self._tally = tally
@@ -87,7 +87,7 @@ class Session:
         except BaseException:  # a cancelled opening too must let go of what it has
             await self.close()
             raise
-        if self._sweeping_too:
+        if not self._reads_only:
             self._begin_sweeps()
 
     def _begin_sweeps(self) -> None:
@@ -101,7 +101,7 @@ class Session:
     def _open(self) -> None:
         mover = self._mover()
         try:
-            self._root = open_root(self._path, self._options.must_be_mounted, self._name)
+            self._root = open_root(self._path, self._options.must_be_mounted, self._name, make=not self._reads_only)
         except OSError as error:
             raise failed(error, self._path, name=self._name) from error
         self._chunks = ChunkFiles(self._root, self._options, self._tally, self._maker, mover)

@@ -189,8 +189,8 @@ class PastHostLoad:
         `start` is to be had otherwise."""
         if self._has_failed(start):
             return []
-        for number in self._next(start) if not self._over else ():
-            if number not in self._readings:
+        for number in self._next(start):
+            if number not in self._readings and not self._over:
                 self._begin(number)
         wanted = self._readings.get(start)
         if wanted is not None and not wanted.answered.done():
@@ -230,9 +230,10 @@ class PastHostLoad:
             return
         try:
             read = self._client.read_past_host(found, taken[1].address, self._memory.copy_back)
-        except LMCacheError:
+        except LMCacheError:  # whoever reads has been closed: through the host, if that is there
             self._memory.give(taken)
-            raise
+            self._over = True
+            return
         self._memory.begun(read.ended)
         self._readings[number] = Reading(found, taken, read)
 

@@ -209,7 +209,7 @@ class StreamedLoading(Loading):
         view = kv.view(first, job.blocks, job.skip_tokens)
         past = None
         if self._device is not None and not self._layerwise and isinstance(client, ReadsPastHost):
-            past = PastHostLoad(self._device, client, held)
+            past = PastHostLoad(self._device, client, held) if client.reads_past_host else None
         self._handover = handover = _Handover(
             client, held, view, kv.streams, self._queue, past, together=self._layerwise
         )

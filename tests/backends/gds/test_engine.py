@@ -14,6 +14,7 @@ from lmcache_backends.nfs import sweep
 from lmcache_core import Cache
 from lmcache_core.config import Config, convert
 from lmcache_core.direct import DirectClient
+from lmcache_core.errors import BackendError
 from lmcache_core.protocols import ReadResult, ReadsBeside
 from lmcache_core.service.remote import RemoteClient
 from tests.backends.gds.kit import options
@@ -119,7 +120,7 @@ def test_a_client_opens_what_the_node_s_file_says(path: Path, tmp_path: Path, mo
         client = RemoteClient(config["socket"], Config(call_timeout=10.0), past_host=True)  # type: ignore[arg-type]
         readers = client._readers
         assert readers is not None
-        kv.until(lambda: not readers._opening)
+        kv.until(lambda: not readers.opening)
         told, meant = readers._readers[0]._config, cache.client.node.config.tiers[0]  # type: ignore[attr-defined]
         assert msgspec.structs.replace(told, options=meant.options) == meant
         assert convert(told.options, GdsOptions) == meant.options
@@ -143,3 +144,11 @@ def test_it_can_be_read_beside(path: Path) -> None:
     backend = GdsBackend(options(path, trust=True, threads=3))
     assert isinstance(backend, ReadsBeside)
     assert backend.reader()._gds == backend._gds
+
+
+async def test_what_is_opened_beside_the_node_makes_nothing(path: Path, standin: StandIn) -> None:
+    reader = GdsBackend(options(path)).reader()
+    with pytest.raises(BackendError, match="is not there for this process, which reads beside its node; mount it here"):
+        await reader.open()
+    assert not path.exists()
+    await reader.close()

@@ -216,10 +216,10 @@ async def test_an_opening_that_is_cancelled_leaves_nothing_to_others(
 ) -> None:
     begun, gate = threading.Event(), threading.Event()
 
-    def hangs(*arguments: Any) -> int:
+    def hangs(*arguments: Any, **named: Any) -> int:
         begun.set()
         gate.wait()
-        return open_root(*arguments)
+        return open_root(*arguments, **named)
 
     monkeypatch.setattr("lmcache_backends.nfs.session.open_root", hangs)
     backend = GdsBackend(options(path, compat="always"))

@@ -12,7 +12,7 @@ import pytest
 
 from lmcache_core.connectors.vllm import pasthost
 from lmcache_core.direct import DirectClient
-from lmcache_core.errors import BackendError, TransferError
+from lmcache_core.errors import BackendError, ClosedError, TransferError
 from lmcache_core.index import POOL
 from lmcache_core.protocols import ChunkKey, ReadResult
 from tests.connectors.vllm.world import World, open_world, prompt
@@ -348,6 +348,35 @@ def test_a_worker_ends_while_a_read_is_under_way() -> None:
         world.workers[0].close()
         hanging(world, shelf, False)
         until(lambda: shelf.ended == 1, 5.0)
+
+
+def test_readers_that_have_ended_cost_no_hit(tmp_path: Path) -> None:
+    """A plugin has stopped their event loop, say: what they would have read comes through the node."""
+    with open_world(DirectShelf(), options=PAST, blocks=200, socket=tmp_path) as world:
+        world.generate("a", prompt("ab12"))
+        world.forget("cpu")
+        client: Any = world.workers[0]._find_client()
+        readers = client._readers
+        readers._loop.stop()
+        assert not client.reads_past_host
+        assert world.generate("b", prompt("ab12")) == 32
+        world.forget("cpu")
+        client._readers = Ended()
+        assert world.generate("c", prompt("ab12")) == 32
+        client._readers = readers
+        world.at_rest()
+
+
+class Ended:
+    """Readers that end at the very moment when something is to be read."""
+
+    opening, possible = False, True
+
+    def can_read(self, number: int) -> bool:
+        return True
+
+    def read(self, *found: Any) -> Any:
+        raise ClosedError("they have ended")
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_who_reads_past_the_host_has_nothing_come_to_the_pool_before(served: str
         assert (door.client._readers, door.client._ahead) == (None, 0)
         readers = client._readers
         assert readers is not None
-        until(lambda: not readers._opening)
+        until(lambda: not readers.opening)
         assert client._ahead == AHEAD, "no tier of this node can be read like that"
     finally:
         worker.close()

@@ -290,7 +290,7 @@ def open_world(
             ahead = 0 if chosen.past_host else AHEAD
             client = RemoteClient(path, config, shard=shard, past_host=past_host, ahead=ahead)
             stack.callback(client.close)
-            until(lambda: client._readers is None or not client._readers._opening)
+            until(lambda: client._readers is None or not client._readers.opening)
             return client
 
         spaces: dict[bytes, tuple[int, int]] = {}
