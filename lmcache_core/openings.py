@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, Protocol, TypeVar
 
 from lmcache_core.errors import ClosedError
 
-__all__ = ["Opening", "Openings"]
+__all__ = ["Opening", "Openings", "to_the_end"]
 
 
 class Opening(Protocol):
@@ -68,3 +68,20 @@ class Openings(Generic[S]):
         if self._open is None:
             raise ClosedError(f"{self._name}: the backend is not open")
         return self._open
+
+
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await work that nothing may break off, such as letting go of what was opened. When this is cancelled meanwhile it
+    raises that, but only once the work has ended."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    failure = None if task.cancelled() else task.exception()
+    if cancelled is not None:
+        raise cancelled
+    if failure is not None:
+        raise failure

@@ -17,6 +17,7 @@ from lmcache_backends.mooncake.options import MooncakeOptions
 from lmcache_backends.mooncake.tally import Tally
 from lmcache_core.errors import BackendError, ClosedError
 from lmcache_core.iocalls import IoCalls
+from lmcache_core.openings import to_the_end
 
 __all__ = ["Session"]
 
@@ -49,7 +50,7 @@ class Session:
         try:
             await self._calls.submit(self._open)
         except BaseException:  # a cancelled opening too must let go of what it has
-            await self.close()
+            await to_the_end(self.close())
             raise
 
     def _open(self) -> None:

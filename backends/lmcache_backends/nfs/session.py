@@ -25,6 +25,7 @@ from lmcache_backends.nfs.tally import Tally
 from lmcache_core.errors import ClosedError
 from lmcache_core.iocalls import IoCalls
 from lmcache_core.iothreads import IoThreads, ended
+from lmcache_core.openings import to_the_end
 
 __all__ = ["Session"]
 
@@ -85,7 +86,7 @@ class Session:
         try:
             await self.each(self._open, [()])
         except BaseException:  # a cancelled opening too must let go of what it has
-            await self.close()
+            await to_the_end(self.close())
             raise
         if not self._reads_only:
             self._begin_sweeps()

@@ -11,7 +11,7 @@ from lmcache_backends.nixl.options import NixlOptions
 from lmcache_backends.nixl.tally import Tally
 from lmcache_core.errors import ClosedError
 from lmcache_core.iocalls import IoCalls
-from lmcache_core.openings import Openings
+from lmcache_core.openings import Openings, to_the_end
 from lmcache_core.protocols import Chunk, ChunkKey, ReadResult, WriteResult
 
 __all__ = ["NixlBackend"]
@@ -42,7 +42,7 @@ class Session:
         try:
             (self._files,) = await self.each(self._open, [()])
         except BaseException:  # a cancelled opening too must let go of its threads
-            await self.close()
+            await to_the_end(self.close())
             raise
 
     def _open(self) -> Files:

@@ -18,6 +18,7 @@ from lmcache_backends.objects.retries import Retries
 from lmcache_backends.objects.tally import Tally
 from lmcache_core.errors import BackendError, ClosedError, ConfigError
 from lmcache_core.iothreads import IoThreads
+from lmcache_core.openings import to_the_end
 from lmcache_core.protocols import Chunk, ChunkKey, Listed, ReadResult, WriteResult
 
 __all__ = ["Service", "Session"]
@@ -101,7 +102,7 @@ class Session:
             except Fault as fault:
                 raise await self._service.why(fault, self._threads) from None
         except BaseException:  # a cancelled opening too must leave nothing behind
-            await self.close()
+            await to_the_end(self.close())
             raise
 
     async def close(self) -> None:

@@ -20,11 +20,13 @@ import pytest
 from lmcache_backends.gds import GdsBackend, GdsOptions
 from lmcache_backends.gds import library as library_module
 from lmcache_backends.gds.tally import Tally
+from lmcache_backends.nfs import NfsBackend, NfsOptions
 from lmcache_backends.nfs.directory import open_root
 from lmcache_core import Cache
 from lmcache_core.config import InvalidSetting, load_config
 from lmcache_core.config.conversion import convert
 from lmcache_core.errors import BackendError, ConfigError
+from lmcache_core.iocalls import IoCalls
 from lmcache_core.plugins import load_backend
 from lmcache_core.protocols import (
     Abortable,
@@ -515,3 +517,28 @@ def test_the_page_has_examples_that_load_and_every_counter() -> None:
         assert isinstance(tier.options, GdsOptions)
     told = set(re.findall(r"`([a-z_]+)`", text + (PAGE.parent / "nfs.md").read_text()))
     assert [name for name in Tally().counts() if name not in told] == []
+
+
+async def test_an_opening_that_failed_lets_go_of_all_though_it_is_cancelled_then(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a node is closed while a tier cannot be opened."""
+    path.write_text("in the way")
+    closing, gate, closed = asyncio.Event(), asyncio.Event(), []
+    before = IoCalls.close
+
+    async def close(self: IoCalls, patience: float) -> None:
+        closing.set()
+        await gate.wait()
+        await before(self, patience)
+        closed.append(self)
+
+    monkeypatch.setattr(IoCalls, "close", close)
+    opening = asyncio.ensure_future(NfsBackend(NfsOptions(path=str(path), must_be_mounted=False)).open())
+    await closing.wait()
+    opening.cancel()
+    await asyncio.sleep(0)
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert len(closed) == 1
