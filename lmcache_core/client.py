@@ -151,7 +151,8 @@ class ReadsPastHost(Protocol):
         """Read it to `address`. `DeviceDirect` says what `ended` holds, and it fails as that does.
 
         Raises:
-            ClosedError: The node has been closed.
+            BackendError: Its tier cannot be read like that any more.
+            ClosedError: The node or this client has been closed.
         """
         ...
 

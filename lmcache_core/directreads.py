@@ -9,7 +9,7 @@ from functools import partial
 
 from lmcache_core.config import TierConfig
 from lmcache_core.errors import BackendError, ConfigError
-from lmcache_core.events import TierEvents
+from lmcache_core.events import OpeningEvents
 from lmcache_core.health import TierHealth
 from lmcache_core.protocols import CopyBack, DeviceDirect, DirectRead, ReadResult
 
@@ -36,7 +36,7 @@ class DirectReads:
         config: TierConfig,
         backend: DeviceDirect,
         health: TierHealth,
-        events: TierEvents,
+        events: OpeningEvents,
         changed: Callable[[], None],
     ) -> None:
         self._number = number

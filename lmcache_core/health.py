@@ -10,7 +10,7 @@ from lmcache_core.breaker import Breaker
 from lmcache_core.calls import BackendCalls
 from lmcache_core.config import TierConfig
 from lmcache_core.errors import BackendError, ConfigError
-from lmcache_core.events import TierEvents
+from lmcache_core.events import OpeningEvents
 from lmcache_core.openings import Opening
 from lmcache_core.protocols import CountsEvents, Describes, ReportsUsage, Scannable, Usage
 from lmcache_core.ratelog import RateLog
@@ -42,7 +42,7 @@ class TierHealth:
         number: int,
         config: TierConfig,
         backend: Opening,
-        events: TierEvents,
+        events: OpeningEvents,
         log: RateLog,
         busy: Callable[[], bool],
         stopped: Callable[[], None],

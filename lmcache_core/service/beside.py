@@ -22,7 +22,6 @@ from lmcache_core.config import TierConfig, convert
 from lmcache_core.directreads import DirectReads
 from lmcache_core.errors import BackendError, ClosedError, LMCacheError, PluginError
 from lmcache_core.health import CLOSE_TIMEOUT, OPEN_TIMEOUT, TierHealth
-from lmcache_core.index.decisions import Load, Write
 from lmcache_core.iothreads import IoThreads
 from lmcache_core.loop import LoopThread
 from lmcache_core.openings import Opening
@@ -34,7 +33,6 @@ from lmcache_core.protocols import (
     ReadResult,
     ReadsBeside,
     Stored,
-    WriteResult,
 )
 from lmcache_core.ratelog import LogWriter, RateLog
 
@@ -48,26 +46,9 @@ PAUSE = 60.0
 
 
 class _Untold:
-    """`TierEvents` that nobody wants to know."""
-
-    def loaded(self, load: Load, result: ReadResult | None, seconds: float) -> None: ...
+    """`OpeningEvents` that nobody wants to know."""
 
     def measured(self, number: int, nbytes: int, seconds: float) -> None: ...
-
-    def patience(self, number: int, nbytes: int) -> float | None: ...
-
-    def overdue(self, load: Load) -> bool:
-        return False
-
-    def dropped(self, load: Load) -> None: ...
-
-    def gave_up(self, load: Load) -> None: ...
-
-    def wrote(self, write: Write, result: WriteResult | None, seconds: float) -> None: ...
-
-    def late_write(self, write: Write) -> None: ...
-
-    def counted(self, number: int, counts: Mapping[str, float]) -> None: ...
 
     def opened(self, number: int) -> None: ...
 
@@ -120,7 +101,7 @@ class _Alone:
 
 
 class _Reader:
-    """One tier. Runs on the event loop, but for `direct.possible`."""
+    """One tier. Runs on the event loop, but for what is asked of it: `opening` and `direct`."""
 
     def __init__(self, number: int, config: TierConfig, log: RateLog) -> None:
         self._number = number
@@ -142,13 +123,19 @@ class _Reader:
         try:
             async with asyncio.timeout(OPEN_TIMEOUT):
                 backend = await threads.run(_made, config)
-            events, told = _Untold(), msgspec.structs.replace(config, name=f"{config.name}, read beside its node,")
-            through = "its node reads it to host memory"
-            busy = self._is_busy
+            told = msgspec.structs.replace(config, name=f"{config.name}, read beside its node,")
+            events = _Untold()
             self._health = health = TierHealth(
-                self._number, told, _Alone(backend), events, self._log, busy, _nothing, through
+                self._number,
+                told,
+                _Alone(backend),
+                events,
+                self._log,
+                self._is_busy,
+                lambda: None,
+                otherwise="its node reads it to host memory",
             )
-            self._direct = DirectReads(self._number, told, backend, health, events, _nothing)
+            self._direct = DirectReads(self._number, told, backend, health, events, lambda: None)
             await health.open()
         except Exception as error:  # noqa: BLE001  a plugin may raise anything
             why = f"it could not be made in {OPEN_TIMEOUT:g} s" if isinstance(error, TimeoutError) else error
@@ -266,18 +253,20 @@ class TierReaders:
         return reader is not None and reader.direct is not None and self._loop.thread.is_alive()
 
     def read(self, found: PastHost, address: int, back: CopyBack) -> DirectReading:
-        """See `ReadsPastHost.read_past_host`."""
-        ended: Future[list[ReadResult]] = Future()
-        ended.set_running_or_notify_cancel()
+        """See `ReadsPastHost.read_past_host`.
+
+        Raises:
+            BackendError: The tier is not read here any more.
+            ClosedError: All have been closed.
+        """
         reader = self._readers.get(found.number)
         direct = None if reader is None else reader.direct
-        read = DirectRead(found.chunk, found.shard, 0, found.pages, address)
         if reader is None or direct is None:
-            ended.set_exception(BackendError(f"tier {found.tier} is not read past host memory any more"))
-            answered: Future[bool] = Future()
-            answered.set_result(True)
-            return DirectReading(answered, ended)
+            raise BackendError(f"tier {found.tier} is not read past host memory any more")
+        ended: Future[list[ReadResult]] = Future()
+        ended.set_running_or_notify_cancel()
         ended.add_done_callback(reader.ended)
+        read = DirectRead(found.chunk, found.shard, 0, found.pages, address)
         return DirectReading(self._loop.start(direct.read(read, back, ended)), ended)
 
     def close(self) -> None:
@@ -295,7 +284,3 @@ class TierReaders:
     async def _end(self) -> None:
         async with self._changing:  # a change that is under way ends first
             await self._close_all()
-
-
-def _nothing() -> None:
-    pass
