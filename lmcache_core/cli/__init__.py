@@ -65,6 +65,8 @@ def make_parser(*names: str) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; `argv` is what follows the program's name. Returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
+    if sys.stdout is None:  # who has started this has closed it, and wants to see nothing
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  for as long as the process lives
     accept_any_text(sys.stdout, sys.stderr)
     try:
         code = _run(words)

@@ -217,3 +217,12 @@ def test_names_that_are_no_text_are_printed(tmp_path: Path) -> None:
 
 def test_every_command_has_a_module_with_arguments() -> None:
     assert make_parser(*COMMANDS).parse_args(["version"]).command == "version"
+
+
+@pytest.mark.parametrize("words", [["version"], ["backends"], ["version", "--no-such"]], ids=" ".join)
+def test_a_standard_output_that_is_closed_is_no_error(words: list[str]) -> None:
+    command = [sys.executable, "-m", "lmcache_core", *words]
+    ran = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True, check=False)
+    assert ran.returncode == (2 if "--no-such" in words else 0)
+    assert "Traceback" not in ran.stderr
+    assert bool(ran.stderr) == ("--no-such" in words)
